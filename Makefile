@@ -37,7 +37,7 @@ COPIES := $(if $(TARGET)$(DRAFT),,--speculative-copy-ahead)
 # Two workers, each with separate servers and one PyTorch thread; a file stays with one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve model try-model test test-fast test-core lint bench clean
+.PHONY: serve model try-model test test-fast test-core coverage mutants lint bench clean
 
 serve: $(READY) $(if $(TARGET)$(DRAFT),,$(if $(SMOLLM2_DRAFT),try-model))
 	@echo "Serving $(word 1,$(PAIR)) with draft $(word 2,$(PAIR)) ($(WHY))."
@@ -61,6 +61,19 @@ test-fast: $(READY)
 # Tests that need no SGLang: its import is blocked, and a test that tries it is skipped. Under a minute on two cores.
 test-core: $(READY)
 	$(PYTEST) --core $(ARGS)
+
+# The suite with the share of lines that it runs, in servers and forks too, against a floor per room. See docs/dev/coverage.md.
+COVERAGE := PYTHONPATH=test/srt $(BIN)/python -m coverage
+coverage: $(READY) try-model
+	@rm -rf build/coverage && mkdir -p build/coverage
+	PYTHONPATH=test/srt OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) json --quiet -o build/coverage/data.json
+	$(BIN)/python .ci/check_coverage.py build/coverage/data.json
+
+# Faults planted in the lines that decide: each must fail a test of its room. An hour.
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python test/srt/mutants.py $(ARGS)
 
 # Formatter, linter, docstrings, imports and their circles, dependencies, types. mypy wants the package under its installed name.
 lint: $(READY)

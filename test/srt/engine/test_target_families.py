@@ -57,7 +57,7 @@ def draft(tmp_path_factory):
     return write_draft(tmp_path_factory.mktemp("draft") / "draft")
 
 
-def check_answers(answers, expected: list[tuple[list[int], list[float]]]) -> None:
+def assert_answers(answers, expected: list[tuple[list[int], list[float]]]) -> None:
     compared = 0
     for number, (answer, (ids, leads)) in enumerate(zip(answers, expected, strict=True)):
         undecided = next((i for i, lead in enumerate(leads) if lead < TIE), len(ids))
@@ -73,7 +73,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-def check_captures(target: Target, ids: list[int], captured: dict[int, torch.Tensor]) -> None:
+def assert_captures(target: Target, ids: list[int], captured: dict[int, torch.Tensor]) -> None:
     assert set(range(len(ids) - 1)) <= set(captured)
     found = torch.stack([captured[position] for position in range(len(ids) - 1)])
     expected = target.hidden_states(ids)[:, :-1]
@@ -95,10 +95,10 @@ def test_a_family(name, draft, tmp_path):
     arguments = ["--model-path", target.path, *dflash_arguments(draft), *FLAGS]
     environment = ENVIRONMENT | NOT_ON_CPU.get(name, {})
     [answers] = run(arguments, [jobs], oracle, environment, captures)
-    check_answers(answers, wanted)
+    assert_answers(answers, wanted)
     kept = [count for answer in answers[len(LENGTHS) :] for count in answer.accepted]
     assert sum(kept) > 2 * len(kept), "the oracle's drafts were not accepted"
-    check_captures(target, extra + wanted[-1][0], captures.read(len(LAYER_IDS)))
+    assert_captures(target, extra + wanted[-1][0], captures.read(len(LAYER_IDS)))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3"])
@@ -112,7 +112,7 @@ def test_a_family_with_a_peagle_draft(name, tmp_path):
     [answers] = run(
         ["--model-path", target.path, *dflash_arguments(peagle), *FLAGS], [jobs], oracle, ENVIRONMENT
     )
-    check_answers(answers, wanted)
+    assert_answers(answers, wanted)
 
 
 def seen(prompt: list[int], model, seed: int, at: int, grid: tuple[int, int, int]):
@@ -194,8 +194,8 @@ def test_images(name, kind, draft, tmp_path):
     arguments += WIDTHS_CHANGE if changes_width else ()
     oracle = Oracle([ids + [0] * 8 for ids, _ in wanted] * 2)
     first, again = run(arguments, [jobs, jobs], oracle, ENVIRONMENT)
-    check_answers(first, wanted)
-    check_answers(again, wanted)
+    assert_answers(first, wanted)
+    assert_answers(again, wanted)
     kept = [count for answer in (*first, *again) for count in answer.accepted]
     assert sum(kept) > (1 if changes_width else 2) * len(kept), "the oracle's drafts were not accepted"
     assert first[1].cached_tokens == 0 < 64 <= again[1].cached_tokens, "the cache knows no picture"
@@ -218,8 +218,8 @@ def test_a_family_without_a_draft(name, tmp_path):
     arguments = ["--model-path", target.path, *FLAGS, "--chunked-prefill-size", "32"]
     environment = ENVIRONMENT | NOT_ON_CPU.get(name, {})
     first, again = run(arguments, [jobs, jobs], environment=environment)
-    check_answers(first, wanted)
-    check_answers(again, wanted)
+    assert_answers(first, wanted)
+    assert_answers(again, wanted)
 
 
 @pytest.mark.long
@@ -246,7 +246,7 @@ def test_states_that_verified_blocks_left(name, draft, tmp_path):
     for answer, (ids, leads) in zip(answers, wanted, strict=True):
         decided = next((i for i, lead in enumerate(leads) if lead < TIE), len(ids))
         assert list(answer.output_ids[:decided]) == ids[:decided] and decided > 3 * ANSWER
-    check_answers(continued, rest)
+    assert_answers(continued, rest)
     cached = [answer.cached_tokens for answer in continued]
     lengths = [len(prompt) for prompt in first]
     assert cached == lengths if name == "lfm2" else max(cached) > lengths[-1], cached

@@ -140,8 +140,8 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
             )
             assert mine == pytest.approx(theirs, abs=1e-4)
         if draft == DRAFT:
-            check_abort(pair, reference, prompts)
-            check_dead_peer(pair, prompts)
+            assert_abort(pair, reference, prompts)
+            assert_dead_peer(pair, prompts)
 
 
 # Twelve requests of 200 tokens do not fit.
@@ -167,7 +167,7 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
         assert abs(cycles(hurried) - cycles(unhurried)) <= allowed * cycles(unhurried)
         unhurried, hurried = pair.generate_many(penalized, 2), pair.generate_many(penalized, len(penalized))
         assert [a["output_ids"] for a in hurried] == [a["output_ids"] for a in unhurried]
-        check_idle(pair.decode)
+        assert_idle(pair.decode)
 
 
 @pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
@@ -182,7 +182,7 @@ def test_a_decode_server_verifies_what_is_worth_it(draft, servers, reference, pr
         answers = pair.generate_many(requests, len(requests))
         assert retractions(answers) > 0
         assert_same(requests, answers, reference.answers(requests))
-        check_idle(pair.decode)
+        assert_idle(pair.decode)
         [state] = pair.decode.get("/server_info")["internal_states"]
         assert set(state["speculative_width"]["blocks_per_length"]) == {"0", "1", "3", "7"}
 
@@ -208,9 +208,9 @@ def test_recurrent_states_arrive_whole(servers, prompts):
         resumed = [number for number, answer in enumerate(ended) if answer != 503]
         picked = [many[number] for number in resumed]
         assert_same(picked, [ended[number] for number in resumed], of_one.answers(picked))
-        check_idle(pair.decode)
-        check_abort(pair, of_one, prompts)
-        check_dead_peer(pair, prompts)
+        assert_idle(pair.decode)
+        assert_abort(pair, of_one, prompts)
+        assert_dead_peer(pair, prompts)
 
 
 def test_recurrent_states_of_retracted_requests_come_back(servers, prompts):
@@ -224,7 +224,7 @@ def test_recurrent_states_of_retracted_requests_come_back(servers, prompts):
         hurried = pair.generate_many(many, len(many))
         assert retractions(hurried) > 0
         assert_same(many, hurried, of_one.answers(many))
-        check_idle(pair.decode)
+        assert_idle(pair.decode)
 
 
 def generate_or_give_up(pair: Pair, requests: list[dict]) -> list[dict | int]:
@@ -312,7 +312,7 @@ def test_behind_sglangs_router(servers, prompts):
         assert router.post("/v1/chat/completions", chat)["choices"] == said["choices"]
 
 
-def check_abort(pair: Pair, reference, prompts) -> None:
+def assert_abort(pair: Pair, reference, prompts) -> None:
     """Abort one request on the decode side; others go on.
 
     It has begun to answer: before that SGLang ends it with HTTP 500.
@@ -331,17 +331,17 @@ def check_abort(pair: Pair, reference, prompts) -> None:
         prefilled.result()
 
 
-def check_dead_peer(pair: Pair, prompts) -> None:
+def assert_dead_peer(pair: Pair, prompts) -> None:
     """Stop the prefill server: requests end with an error, the decode server lives and frees their slots."""
     os.killpg(pair.prefill.process.pid, signal.SIGKILL)
     with pytest.raises(urllib.error.HTTPError) as failure:
         pair.decode.post("/generate", {**greedy(prompts[0]), **pair.somewhere()}, timeout=120)
     assert failure.value.code >= 500, failure.value.read()
     assert pair.decode.process.poll() is None
-    check_idle(pair.decode)
+    assert_idle(pair.decode)
 
 
-def check_idle(server: Server) -> None:
+def assert_idle(server: Server) -> None:
     deadline = time.monotonic() + 30
     while (load := server.get("/v1/loads")["loads"][0])["num_used_tokens"] and time.monotonic() < deadline:
         time.sleep(0.5)

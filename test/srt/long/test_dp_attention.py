@@ -25,7 +25,7 @@ from serving import (
     dflash_arguments,
 )
 from support.parity import assert_same
-from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
+from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, assert_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32, Reference
 
 from sglang_dflash.srt.arg_groups.support import dp_attention_findings
@@ -103,14 +103,14 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
     assert_same(requests, alone, reference.answers(requests))
 
     server = servers.get(*arguments, *dp_attention_arguments)
-    check_answers(server, requests, alone, reference)
+    assert_answers(server, requests, alone, reference)
     server.flush_cache()
     answers = server.generate_many(penalized, 5)
     assert [answer["output_ids"] for answer in answers] == [
         answer["output_ids"] for answer in alone_penalized
     ]
-    check_samples(server, reference, prompts)
-    check_abort(server, reference, requests)
+    assert_samples(server, reference, prompts)
+    assert_abort(server, reference, requests)
 
 
 @pytest.mark.server
@@ -123,11 +123,11 @@ def test_a_target_with_recurrent_states(servers, prompts, dp_attention_arguments
     alone, of_one = server.generate_many(requests, 8), Reference(server)
     of_one.answers(requests)  # it remembers them
     server = servers.get(*arguments, *dp_attention_arguments)
-    check_answers(server, requests, alone, of_one)
-    check_abort(server, of_one, requests)
+    assert_answers(server, requests, alone, of_one)
+    assert_abort(server, of_one, requests)
 
 
-def check_answers(server: Server, requests: list[dict], alone: list[dict], reference: Reference) -> None:
+def assert_answers(server: Server, requests: list[dict], alone: list[dict], reference: Reference) -> None:
     """Compare answers and cycles with those of one rank, `alone`, however many requests come at once."""
     for at_once in (1, 3, 8):
         server.flush_cache()
@@ -140,7 +140,7 @@ def check_answers(server: Server, requests: list[dict], alone: list[dict], refer
         assert ranks_that_decoded(server.log()[before:]) == {"0", "1"}
 
 
-def check_abort(server: Server, reference: Reference, requests: list[dict]) -> None:
+def assert_abort(server: Server, reference: Reference, requests: list[dict]) -> None:
     """Abort a request while both ranks have some, then the remaining one; no state is left."""
     endless = {"temperature": 0, "max_new_tokens": 4000, "ignore_eos": True}
     cut: dict[str, dict] = {}

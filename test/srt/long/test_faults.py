@@ -49,7 +49,7 @@ def accept_length(answers: list[dict]) -> float:
     return sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers) / cycles
 
 
-def check(server: Server, requests: list[dict], reference) -> float:
+def assert_answers(server: Server, requests: list[dict], reference) -> float:
     answers = server.generate_many(requests, 4)
     assert_same(requests, answers, reference.answers(requests))
     return accept_length(answers)
@@ -64,25 +64,25 @@ def update(server: Server, checkpoint: Path) -> tuple[bool, str]:
 
 
 def test_the_target_is_updated_and_the_draft_left_alone(server, requests, reference):
-    before = check(server, requests, reference)
+    before = assert_answers(server, requests, reference)
     assert update(server, TARGET) == (True, "Succeeded to update model weights.")
-    assert check(server, requests, reference) == pytest.approx(before, rel=0.02)
+    assert assert_answers(server, requests, reference) == pytest.approx(before, rel=0.02)
 
 
 def test_the_draft_is_updated_and_the_target_left_alone(server, requests, reference, tmp_path):
-    before = check(server, requests, reference)
+    before = assert_answers(server, requests, reference)
     negated = make_draft(
         tmp_path / "negated", lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]}
     )
     assert update(server, negated)[0]
-    assert check(server, requests, reference) < 1.05 < before
+    assert assert_answers(server, requests, reference) < 1.05 < before
     assert update(server, DRAFT)[0]
-    assert check(server, requests, reference) == pytest.approx(before, rel=0.02)
+    assert assert_answers(server, requests, reference) == pytest.approx(before, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["draft", "target", "nothing"])
 def test_an_update_that_does_not_load_changes_nothing(kind, server, requests, reference, tmp_path):
-    before = check(server, requests, reference)
+    before = assert_answers(server, requests, reference)
     folder = tmp_path / "broken"
     if kind != "nothing":
         shutil.copytree(DRAFT if kind == "draft" else TARGET, folder)
@@ -92,7 +92,7 @@ def test_an_update_that_does_not_load_changes_nothing(kind, server, requests, re
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     succeeded, message = update(server, folder)
     assert not succeeded and str(folder) in message, message
-    assert check(server, requests, reference) == pytest.approx(before, rel=0.02)
+    assert assert_answers(server, requests, reference) == pytest.approx(before, rel=0.02)
 
 
 def test_a_flush_during_decode_is_refused_or_harmless(server, requests, reference):
@@ -118,8 +118,8 @@ def test_a_stalled_client_holds_up_nobody(server, requests, reference):
     with socket.create_connection((host, int(port))) as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stalled.sendall(head.encode() + payload)
-        check(server, requests, reference)
-    check_idle(server)
+        assert_answers(server, requests, reference)
+    assert_idle(server)
 
 
 def test_a_client_that_leaves_in_mid_stream(server, requests, reference):
@@ -127,11 +127,11 @@ def test_a_client_that_leaves_in_mid_stream(server, requests, reference):
     chunks = stream(server, long)
     next(chunks)
     chunks.close()
-    check(server, requests, reference)
-    check_idle(server)
+    assert_answers(server, requests, reference)
+    assert_idle(server)
 
 
-def check_idle(server: Server) -> None:
+def assert_idle(server: Server) -> None:
     """Check that nothing runs and no KV slot is taken once all requests have ended."""
     deadline = time.monotonic() + 120
     while (load := server.get("/v1/loads")["loads"][0])["num_running_reqs"] and time.monotonic() < deadline:
@@ -144,7 +144,7 @@ def check_idle(server: Server) -> None:
 def test_a_draft_deleted_after_the_start(server, draft, requests, reference):
     shutil.rmtree(draft)
     try:
-        assert check(server, requests, reference) > 1.5
+        assert assert_answers(server, requests, reference) > 1.5
     finally:
         shutil.copytree(DRAFT, draft)
 
@@ -186,4 +186,4 @@ def test_a_draft_that_says_nan(servers, requests, reference, tmp_path):
         }
 
     server = servers.get(*FLOAT32, *dflash_arguments(make_draft(tmp_path / "nan", spoil)))
-    assert check(server, requests, reference) < 1.2
+    assert assert_answers(server, requests, reference) < 1.2

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from serving import DRAFT, PEAGLE_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
 from support.drafts import make_draft, read_config
 from support.parity import assert_same
-from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, check_samples, cycles, greedy, some_prompts
+from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, assert_samples, cycles, greedy, some_prompts
 from support.servers import FLOAT32
 
 from sglang_dflash.srt.hardware_backend.cpu import arguments
@@ -74,7 +74,7 @@ def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
     assert [answer["output_ids"] for answer in both_penalized] == [
         answer["output_ids"] for answer in alone_penalized
     ]
-    check_samples(server, reference, prompts)
+    assert_samples(server, reference, prompts)
 
 
 @pytest.mark.server

@@ -179,16 +179,16 @@ def test_a_bundled_draft(profile, servers):
     """Measure a draft; the harness starts the first one's server by itself."""
     servers.close()
     if profile == BUNDLED[0]:
-        check(profile)
+        assert_profile(profile)
         return
     arguments = [*PROFILES[profile]["server_args"], WHOLE_BLOCKS, "--max-running-requests", "96"]
     if not (ROOT / arguments[1]).exists():
         pytest.skip(f"no {arguments[1]}: `make model` fetches it")
     with contextlib.chdir(ROOT), serve(*arguments, env=ENVIRONMENT | UNCOUNTED, start=warm_start()) as server:
-        check(profile, "--url", server.url)
+        assert_profile(profile, "--url", server.url)
 
 
-def check(profile: str, *more: str) -> None:
+def assert_profile(profile: str, *more: str) -> None:
     command = [sys.executable, "benchmark/acceptance.py", "--profile", profile, *more]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     print(ended.stdout)

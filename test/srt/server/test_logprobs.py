@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 from serving import TARGET, Server, dflash_arguments, heldout_prompts
-from support.logprob_checks import FIELDS, TOLERANCE, VOCAB, check_logprobs, check_same, compare, greedy
+from support.logprob_checks import (
+    FIELDS,
+    TOLERANCE,
+    VOCAB,
+    assert_answers,
+    assert_field,
+    assert_logprobs,
+    greedy,
+)
 from support.parity import assert_same
 from support.servers import FLOAT32
 from support.streaming import stream
@@ -46,7 +54,7 @@ def test_every_kind_of_request_in_one_batch(server, reference, prompts):
     for request, got, want in zip(with_logprobs, answers, expected, strict=True):
         assert got["output_ids"] == want["output_ids"]
         for field in FIELDS:
-            compare(field, got["meta_info"].get(field), want["meta_info"].get(field), request)
+            assert_field(field, got["meta_info"].get(field), want["meta_info"].get(field), request)
         assert len(got["meta_info"]["output_token_logprobs"]) == request["sampling_params"]["max_new_tokens"]
 
 
@@ -55,7 +63,7 @@ def test_prompt_logprobs_start_where_requested(start, server, reference, prompts
     """Send each request twice: the second time its prompt is in the prefix cache."""
     requests = [{**greedy(prompt, 12), "logprob_start_len": start} for prompt in prompts[:4]]
     for _ in range(2):
-        for answer in check_same(server, reference, requests):
+        for answer in assert_answers(server, reference, requests):
             prompt_tokens = answer["meta_info"]["prompt_tokens"]
             positions = 0 if start == -1 else prompt_tokens - start
             assert len(answer["meta_info"]["input_token_logprobs"]) == positions
@@ -71,13 +79,13 @@ def test_an_answer_cut_in_mid_block_has_no_more_positions_than_tokens(server, re
         greedy(prompt, 40, stop_token_ids=[answer["output_ids"][number]])
         for number, (prompt, answer) in enumerate(zip(prompts, plain))
     ]
-    answers = check_same(server, reference, requests)
+    answers = assert_answers(server, reference, requests)
     assert any(answer["meta_info"]["finish_reason"]["type"] == "stop" for answer in answers)
 
 
 def test_logprobs_are_those_after_the_bias(server, reference, prompts):
     requests = [greedy(prompt, 24, logit_bias={"300": 4.0, "5": -100.0}) for prompt in prompts[:6]]
-    check_same(server, reference, requests)
+    assert_answers(server, reference, requests)
 
 
 def test_logprobs_are_those_after_the_temperature(server, reference, prompts):
@@ -120,7 +128,7 @@ def test_streamed_chunks_grow_to_the_whole(server, reference, prompts):
         chunks = list(stream(server, request))
         [want] = reference.answers([request])
         assert_same([request], [chunks[-1]], [want])
-        check_logprobs(request, chunks[-1], want)
+        assert_logprobs(request, chunks[-1], want)
         assert len(chunks) > 3
         for chunk in chunks:
             for kind in ("token", "top", "token_ids"):
@@ -153,7 +161,7 @@ def rows_of_chat(logprobs: dict) -> list[tuple[str, float, dict[str, float]]]:
     ]
 
 
-def check_rows(got: list, want: list, positions: int) -> None:
+def assert_rows(got: list, want: list, positions: int) -> None:
     assert len(got) == len(want) == positions
     for place, ((token, value, tops), (their_token, their_value, their_tops)) in enumerate(zip(got, want)):
         assert token == their_token, f"{token!r} at {place}, the target has {their_token!r}"
@@ -175,10 +183,10 @@ def test_openai_logprobs(path, make, rows, server, reference, prompts):
         got, want = (s.post(path, request) for s in (server, reference.server))
         tokens = want["usage"]["completion_tokens"]
         expected = rows(want["choices"][0]["logprobs"])
-        check_rows(rows(got["choices"][0]["logprobs"]), expected, tokens)
+        assert_rows(rows(got["choices"][0]["logprobs"]), expected, tokens)
         chunks = [chunk["choices"][0] for chunk in stream(server, request, path) if chunk["choices"]]
         streamed = [row for chunk in chunks if chunk.get("logprobs") for row in rows(chunk["logprobs"])]
-        check_rows(streamed, expected, tokens)
+        assert_rows(streamed, expected, tokens)
 
 
 def test_openai_completions_echo_the_prompts_logprobs(server, reference, prompts):
@@ -186,7 +194,7 @@ def test_openai_completions_echo_the_prompts_logprobs(server, reference, prompts
     got, want = (s.post("/v1/completions", request) for s in (server, reference.server))
     positions = want["usage"]["prompt_tokens"] + want["usage"]["completion_tokens"]
     logprobs = [rows_of_completion(answer["choices"][0]["logprobs"]) for answer in (got, want)]
-    check_rows(*logprobs, positions)
+    assert_rows(*logprobs, positions)
 
 
 def test_a_chunked_prompt(servers, reference):
@@ -194,4 +202,4 @@ def test_a_chunked_prompt(servers, reference):
     server = servers.get(*FLOAT32, *dflash_arguments(), "--chunked-prefill-size", 64)
     texts = [p["text"] for p in heldout_prompts() if 150 <= p["num_tokens"] <= 400][:5]
     requests = [{**greedy(text, 20), "logprob_start_len": 30 * number} for number, text in enumerate(texts)]
-    check_same(server, reference, requests)
+    assert_answers(server, reference, requests)

@@ -84,7 +84,7 @@ def test_any_schedule_counts_emitted_tokens(data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     penalties, running, width = Penalties(POOL, VOCAB, torch.device("cpu")), {}, data.draw(st.integers(1, 5))
 
-    def check_logits(outputs: list[list[int]], reqs, penalize) -> None:
+    def assert_logits(outputs: list[list[int]], reqs, penalize) -> None:
         logits = torch.randn(len(outputs), VOCAB)
         expected = torch.stack([penalized(*row) for row in zip(logits, reqs, outputs, strict=True)])
         torch.testing.assert_close(penalize(logits.clone()), expected)
@@ -110,7 +110,7 @@ def test_any_schedule_counts_emitted_tokens(data):
                     logits < 0, logits * info.acc_scaling_penalties, logits / info.acc_scaling_penalties
                 )
 
-            check_logits(outputs, reqs, as_sglang)
+            assert_logits(outputs, reqs, as_sglang)
             next_tokens = torch.randint(VOCAB, (len(both),))
             penalties.count_prefill(batch, next_tokens)
             for tokens, token in zip(outputs, next_tokens.tolist(), strict=True):
@@ -133,7 +133,7 @@ def test_any_schedule_counts_emitted_tokens(data):
             penalties.penalize_block(batch, block, logits)
             return logits
 
-        check_logits(before, [req for req in reqs for _ in range(width)], in_block)
+        assert_logits(before, [req for req in reqs for _ in range(width)], in_block)
         kept = torch.randint(width, (len(chosen),), dtype=torch.int32)
         out = torch.randint(VOCAB, (len(chosen), width))
         penalties.count_block(batch, accepted_blocks(kept, out))

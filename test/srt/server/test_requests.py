@@ -40,7 +40,7 @@ def greedy(prompt: str, max_new_tokens: int = 48, **sampling) -> dict:
     }
 
 
-def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
+def assert_answers(server: Server, reference, requests: list[dict]) -> list[dict]:
     answers = server.generate_many(requests, 6)
     assert_same(requests, answers, reference.answers(requests))
     return answers
@@ -54,7 +54,7 @@ def test_stop_strings_end_an_answer_where_the_target_would(server, reference, pr
         start = min(8 + 5 * number, len(answer["text"]) - 4)
         stop = ["never emitted", answer["text"][start : start + 3]]
         requests.append(greedy(prompt, ignore_eos=True, stop=stop, no_stop_trim=number % 2 == 0))
-    answers = check_same(server, reference, requests)
+    answers = assert_answers(server, reference, requests)
     stopped = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
     assert len(stopped) == len(answers), "a stop string cut from the answer did not stop it"
 
@@ -65,7 +65,7 @@ def test_stop_tokens_end_an_answer_at_every_slot_of_a_block(server, reference, p
         greedy(prompt, stop_token_ids=[answer["output_ids"][number]])
         for number, (prompt, answer) in enumerate(zip(prompts, plain))
     ]
-    for answer in check_same(server, reference, requests):
+    for answer in assert_answers(server, reference, requests):
         assert answer["meta_info"]["finish_reason"]["type"] == "stop", answer
 
 
@@ -164,7 +164,7 @@ def test_an_openai_field_out_of_range_is_refused(fields, server, reference, prom
     with pytest.raises(urllib.error.HTTPError) as refusal:
         server.post("/v1/completions", request)
     assert refusal.value.code in (400, 422), refusal.value.read()
-    check_same(server, reference, [greedy(prompts[1], 8)])
+    assert_answers(server, reference, [greedy(prompts[1], 8)])
 
 
 def test_end_of_text_in_mid_block(server, reference, prompts):
@@ -175,7 +175,7 @@ def test_end_of_text_in_mid_block(server, reference, prompts):
         for bias in (6.0, 12.0)
         for ignore in (False, True)
     ]
-    answers = check_same(server, reference, requests)
+    answers = assert_answers(server, reference, requests)
     ended = [a for a in answers if a["meta_info"]["finish_reason"]["type"] == "stop"]
     assert ended, "no answer ended with end-of-text, so the test proves nothing"
     positions = {len(answer["output_ids"]) % BLOCK_SIZE for answer in ended}
@@ -185,7 +185,7 @@ def test_end_of_text_in_mid_block(server, reference, prompts):
 @pytest.mark.parametrize("limit", [1, 2, 3, BLOCK_SIZE, BLOCK_SIZE + 1, 2 * BLOCK_SIZE - 1])
 def test_max_new_tokens_cuts_a_block(limit, server, reference, prompts):
     requests = [greedy(prompt, limit, ignore_eos=True) for prompt in prompts[:6]]
-    for answer in check_same(server, reference, requests):
+    for answer in assert_answers(server, reference, requests):
         assert answer["meta_info"]["completion_tokens"] == limit
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": limit}
 
@@ -235,7 +235,7 @@ def test_logit_bias(server, reference, prompts):
     for prompt, answer in zip(prompts, plain):
         common = max(answer["output_ids"], key=answer["output_ids"].count)
         requests.append(greedy(prompt, logit_bias={str(common): -100.0, "300": 3.0}))
-    biased = check_same(server, reference, requests)
+    biased = assert_answers(server, reference, requests)
     changed = [first_difference(b["output_ids"], p["output_ids"]) for b, p in zip(biased, plain)]
     assert any(position is not None for position in changed), (
         "the bias changed nothing, so the test proves nothing"
@@ -250,7 +250,7 @@ def test_a_request_runs_up_to_the_context_limit(room, server, reference):
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": room, "ignore_eos": True},
     }
-    [answer] = check_same(server, reference, [request])
+    [answer] = assert_answers(server, reference, [request])
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
     # SGLang reduces the requested number and reserves two positions.
     assert answer["meta_info"]["completion_tokens"] == room - 2
@@ -261,7 +261,7 @@ def test_a_prompt_as_long_as_the_context_is_refused(server, reference, prompts):
     with pytest.raises(urllib.error.HTTPError) as refusal:
         server.generate(**request)
     assert refusal.value.code == 400
-    check_same(server, reference, [greedy(prompts[1], 8)])
+    assert_answers(server, reference, [greedy(prompts[1], 8)])
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_an_unsupported_parameter_is_refused_by_name(name, fields, server, refer
     message = refusal.value.read().decode()
     assert refusal.value.code == 400, f"{name}: {refusal.value.code} {message}"
     assert name in message.replace("-", "_"), f"the refusal of {name} does not name it: {message}"
-    check_same(server, reference, [greedy(prompts[1], 8)])
+    assert_answers(server, reference, [greedy(prompts[1], 8)])
 
 
 def test_a_refusal_leaves_running_requests_alone(server, reference, prompts):

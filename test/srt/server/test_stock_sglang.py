@@ -172,7 +172,7 @@ def test_sglang_serve_runs_our_worker(reference, servers):
         assert_same(requests, answers, reference.answers(requests))
         assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
         assert "sglang-dflash DFlashWorker" in server.log()
-        _check_logit_processors(server, requests, reference.answers(requests))
+        assert_logit_processors_run(server, requests, reference.answers(requests))
         for name, value in (("return_hidden_states", True), ("custom_logit_processor", '{"callable": "00"}')):
             with pytest.raises(urllib.error.HTTPError) as refusal:
                 server.generate(**requests[0], **{name: value})
@@ -215,7 +215,7 @@ def _requests() -> list[dict]:
     return [{"text": text, "sampling_params": sampling} for text in texts]
 
 
-def _check_logit_processors(server, requests: list[dict], plain: list[dict]) -> None:
+def assert_logit_processors_run(server, requests: list[dict], plain: list[dict]) -> None:
     """Compare requests whose processor takes over after some tokens, beside others that speculate.
 
     The processor counts its calls: one call too many or too few per emitted token moves its first token.

@@ -42,13 +42,13 @@ def prompts() -> list[str]:
     return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
 
 
-def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
+def assert_answers(server: Server, reference, requests: list[dict]) -> list[dict]:
     answers = server.generate_many(requests, 6)
     assert_same(requests, answers, reference.answers(requests))
     return answers
 
 
-def check_schema(text: str) -> None:
+def assert_schema(text: str) -> None:
     parsed = json.loads(text)
     assert set(parsed) == {"name", "kind", "lines"} and parsed["kind"] in ("function", "class"), text
     assert re.fullmatch("[a-z]{1,12}", parsed["name"]) and 0 <= parsed["lines"] <= 999, text
@@ -59,7 +59,7 @@ def check_schema(text: str) -> None:
 )
 def test_regex(pattern, server, reference, prompts):
     requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
-    for answer in check_same(server, reference, requests):
+    for answer in assert_answers(server, reference, requests):
         assert re.fullmatch(pattern, answer["text"]), f"{answer['text']!r} does not match {pattern!r}"
 
 
@@ -67,13 +67,13 @@ def test_json_schema(server, reference, prompts):
     requests = [greedy(prompt, 120, json_schema=json.dumps(SCHEMA)) for prompt in prompts[:6]]
     # The grammar must not affect unconstrained requests in the same batch.
     requests += [greedy(prompt, 40) for prompt in prompts[6:9]]
-    for answer in check_same(server, reference, requests)[:6]:
-        check_schema(answer["text"])
+    for answer in assert_answers(server, reference, requests)[:6]:
+        assert_schema(answer["text"])
 
 
 def test_ebnf(server, reference, prompts):
     requests = [greedy(prompt, 60, ebnf=EBNF) for prompt in prompts[:6]]
-    for answer in check_same(server, reference, requests):
+    for answer in assert_answers(server, reference, requests):
         if answer["meta_info"]["finish_reason"]["type"] == "stop":
             assert re.fullmatch(EBNF_SHAPE, answer["text"]), answer["text"]
             assert answer["text"].count("(") == answer["text"].count(")"), answer["text"]
@@ -84,7 +84,7 @@ def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
     requests = [
         greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED), ignore_eos=True) for prompt in prompts
     ]
-    tagged = [a["text"] for a in check_same(server, reference, requests) if "def" in a["text"][:-8]]
+    tagged = [a["text"] for a in assert_answers(server, reference, requests) if "def" in a["text"][:-8]]
     assert tagged, "no answer reached the tag, so the test proves nothing"
     for text in tagged:
         assert len(re.findall("def[0-9]{2}!", text)) == len(re.findall("def(?=.{4})", text, re.DOTALL)), text
@@ -93,7 +93,7 @@ def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
 def test_a_grammar_may_end_anywhere_in_a_block(server, reference, prompts):
     """Answers have one to nineteen digits; tokens drafted beyond are dropped."""
     requests = [greedy(prompts[3], 60, regex=f"[0-9]{{{digits}}}") for digits in range(1, 20)]
-    for digits, answer in enumerate(check_same(server, reference, requests), start=1):
+    for digits, answer in enumerate(assert_answers(server, reference, requests), start=1):
         assert re.fullmatch(f"[0-9]{{{digits}}}", answer["text"])
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"
 
@@ -101,7 +101,7 @@ def test_a_grammar_may_end_anywhere_in_a_block(server, reference, prompts):
 def test_different_grammars_in_one_batch(server, reference, prompts):
     kinds = [{"regex": "(yes|no)( and (yes|no))*!"}, {"json_schema": json.dumps(SCHEMA)}, {"ebnf": EBNF}, {}]
     requests = [greedy(prompt, 40 + 3 * number, **kinds[number % 4]) for number, prompt in enumerate(prompts)]
-    check_same(server, reference, requests)
+    assert_answers(server, reference, requests)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_sampled_answers_are_valid(server, prompts):
     requests += [greedy(prompt, 40, temperature=1.2, top_p=0.9) for prompt in prompts[:4]]
     answers = server.generate_many(requests, 8)[: 2 * len(prompts)]
     for answer in answers:
-        check_schema(answer["text"])
+        assert_schema(answer["text"])
     assert len({answer["text"] for answer in answers}) > len(prompts), "sampled answers hardly differ"
 
 
@@ -188,7 +188,7 @@ def test_log_probabilities_are_those_under_the_grammar(server, reference, prompt
         {**greedy(prompt, 120, json_schema=json.dumps(SCHEMA)), "return_logprob": True, "top_logprobs_num": 2}
         for prompt in prompts[:4]
     ]
-    for got, want in zip(check_same(server, reference, requests), reference.answers(requests)):
+    for got, want in zip(assert_answers(server, reference, requests), reference.answers(requests)):
         for field in ("output_token_logprobs", "output_top_logprobs"):
             rows = [answer["meta_info"][field] for answer in (got, want)]
             assert len(rows[0]) == len(rows[1]) == len(want["output_ids"])
@@ -203,7 +203,7 @@ def test_openai_response_format(server, reference, prompts):
     chat = {**request, "messages": [{"role": "user", "content": prompts[1]}]}
     got, want = (s.post("/v1/chat/completions", chat)["choices"][0] for s in (server, reference.server))
     assert got["message"]["content"] == want["message"]["content"]
-    check_schema(got["message"]["content"])
+    assert_schema(got["message"]["content"])
     chunks = [chunk["choices"][0]["delta"] for chunk in stream(server, chat, "/v1/chat/completions")]
     assert "".join(delta.get("content") or "" for delta in chunks) == want["message"]["content"]
     completion = {**request, "prompt": prompts[1]}
@@ -211,7 +211,7 @@ def test_openai_response_format(server, reference, prompts):
         s.post("/v1/completions", completion)["choices"][0]["text"] for s in (server, reference.server)
     )
     assert got == want
-    check_schema(got)
+    assert_schema(got)
 
 
 @pytest.mark.parametrize("sampling", [{"regex": "[a-z"}, {"json_schema": "{"}, {"ebnf": "root ::= nothing"}])
@@ -219,7 +219,7 @@ def test_a_broken_grammar_is_refused(sampling, server, reference, prompts):
     with pytest.raises(urllib.error.HTTPError) as refusal:
         server.generate(**greedy(prompts[0], 8, **sampling))
     assert refusal.value.code == 400
-    check_same(server, reference, [greedy(prompts[1], 8)])
+    assert_answers(server, reference, [greedy(prompts[1], 8)])
 
 
 def test_the_llguidance_backend(llguidance, prompts):
@@ -228,12 +228,12 @@ def test_the_llguidance_backend(llguidance, prompts):
     requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
     requests += [greedy(prompt, 40) for prompt in prompts[6:8]]
     with plain_target(*PLAIN_FLOAT32, "--grammar-backend", "llguidance") as plain:
-        answers = check_same(llguidance, plain, requests)
+        answers = assert_answers(llguidance, plain, requests)
     for answer in answers[:6]:
         assert re.fullmatch(pattern, answer["text"])
     sampled = [greedy(prompt, 150, temperature=1.0, json_schema=json.dumps(SCHEMA)) for prompt in prompts]
     for answer in llguidance.generate_many(sampled, 6):
-        check_schema(answer["text"])
+        assert_schema(answer["text"])
 
 
 def test_outlines_serves_all_but_grammars():

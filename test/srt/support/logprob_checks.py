@@ -25,26 +25,26 @@ def greedy(prompt: str | list[int], max_new_tokens: int, **sampling) -> dict:
     }
 
 
-def check_same(server: Server, reference, requests: list[dict]) -> list[dict]:
+def assert_answers(server: Server, reference, requests: list[dict]) -> list[dict]:
     """Check that tokens and log probabilities are the reference's; return the answers."""
     answers = server.generate_many(requests, 6)
     expected = reference.answers(requests)
     assert_same(requests, answers, expected)
     for request, got, want in zip(requests, answers, expected):
-        check_logprobs(request, got, want)
+        assert_logprobs(request, got, want)
     return answers
 
 
-def check_logprobs(request: dict, got: dict, want: dict) -> None:
+def assert_logprobs(request: dict, got: dict, want: dict) -> None:
     """Check positions, tokens and values (within TOLERANCE) of the output and the prompt."""
     for field in FIELDS:
         mine, theirs = got["meta_info"][field], want["meta_info"][field]
         if field == "output_token_logprobs":
             assert [token for _, token, _ in mine] == got["output_ids"]
-        compare(field, mine, theirs, request)
+        assert_field(field, mine, theirs, request)
 
 
-def compare(field: str, got, want, request: dict) -> None:
+def assert_field(field: str, got, want, request: dict) -> None:
     """Compare one field; entries are None if not requested, and before the first token."""
     assert (got is None) == (want is None), f"{field}: {got} but the target has {want}"
     assert len(got or []) == len(want or []), (
@@ -57,7 +57,7 @@ def compare(field: str, got, want, request: dict) -> None:
         by_token = {token: value for value, token, *_ in theirs}
         assert len(mine) == len(theirs), where
         for value, token, *_ in mine:
-            # Two tied tokens may change places at the end of a top list: compare tokens that both lists have.
+            # Two tied tokens may change places at the end of a top list: only tokens of both lists count.
             if token in by_token and value is not None:
                 assert abs(value - by_token[token]) <= TOLERANCE, where
         values = [[entry[0] for entry in side if entry[0] is not None] for side in (mine, theirs)]

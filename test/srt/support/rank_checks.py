@@ -34,7 +34,7 @@ def cycles(answers: list[dict]) -> int:
     return sum(sum(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers)
 
 
-def check_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
+def assert_samples(server: Server, reference: Reference, prompts: list[list[int]]) -> None:
     """Check that all ranks emit the same tokens, which follow the target's sampler.
 
     Each rank has a separate generator.

@@ -513,10 +513,10 @@ def test_whatever_a_config_says_it_is_valid_or_refused_by_name(top, nested, star
     except DraftConfigError as error:
         assert error.problems
         return
-    check_valid(draft)
+    assert_valid(draft)
 
 
-def check_valid(draft: DFlashDraftConfig) -> None:
+def assert_valid(draft: DFlashDraftConfig) -> None:
     """Check what other code assumes of a parsed config."""
     sizes = (
         draft.hidden_size,
@@ -552,7 +552,7 @@ def test_the_search_reaches_valid_configs():
     for _ in range(200):
         field = rng.choice(["block_size", "num_target_layers", "vocab_size"])
         try:
-            check_valid(parse({field: rng.randint(-6, 13) if field != "vocab_size" else 1000}))
+            assert_valid(parse({field: rng.randint(-6, 13) if field != "vocab_size" else 1000}))
             valid += 1
         except DraftConfigError:
             pass

@@ -63,7 +63,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-def check_every_layer(sglang_model, hugging_face_model, hf_config, prompts, layer_ids) -> None:
+def assert_every_layer(sglang_model, hugging_face_model, hf_config, prompts, layer_ids) -> None:
     captured = capture(sglang_model, hf_config, layer_ids, prompts)
     for prompt, found in zip(prompts, captured, strict=True):
         expected = hidden_states(hugging_face_model, prompt)
@@ -92,13 +92,13 @@ def bundled():
 def test_every_layer_of_the_bundled_target(bundled):
     sglang_model, hugging_face_model, hf_config = bundled
     layer_ids = range(hf_config.num_hidden_layers - 1)  # SGLang cannot capture the last one
-    check_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, layer_ids)
+    assert_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, layer_ids)
 
 
 def test_the_layers_the_bundled_draft_names(bundled):
     sglang_model, hugging_face_model, hf_config = bundled
     draft = DFlashDraftConfig.parse(get_config(str(DRAFT), trust_remote_code=False), "bundled")
-    check_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, draft.target_layer_ids)
+    assert_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, draft.target_layer_ids)
 
 
 @pytest.mark.parametrize("layer_ids", [range(5), (0, 3), (4,)])
@@ -120,7 +120,7 @@ def test_a_random_llama(layer_ids, tmp_path):
     ).eval()
     hf_config = read_config(hugging_face_model.config.to_dict(), tmp_path)
     sglang_model = build(LlamaForCausalLM, hf_config, iter(hugging_face_model.state_dict().items()))
-    check_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, tuple(layer_ids))
+    assert_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, tuple(layer_ids))
 
 
 def test_the_last_layer_cannot_be_captured(bundled):

