@@ -3,12 +3,13 @@
     python benchmark/host_time.py           # 5 servers; 10 minutes on two free cores
     python benchmark/host_time.py --backend fa3 --server ours built-in --requests 1
 
-Servers run in the rehearsal of the CUDA path (docs/dev/rehearsal.md): SGLang's attention metadata, plans, graph
-runners and scheduler, with stand-ins for kernels. The time of the stand-ins is taken out, so what is left is
-what the host does in a cycle while a GPU waits for it or not. A backend's servers run at once and take turns,
-round by round, so whatever else the machine does hits all of them. Only CPU time of the scheduler's thread is
-counted. Absolute times are this machine's, and launches cost nothing here: compare servers of one call.
-Writes benchmark/results/host-time.json and .md; a call replaces the rows of its backends.
+Servers run in the rehearsal of the CUDA path (docs/dev/rehearsal.md): SGLang's attention metadata, plans,
+graph runners and scheduler, with stand-ins for kernels. The time of the stand-ins is taken out, so what is
+left is what the host does in a cycle while a GPU waits for it or not. A backend's servers run at once and
+take turns, round by round, so whatever else the machine does hits all of them. Only CPU time of the
+scheduler's thread is counted. Absolute times are this machine's, and launches cost nothing here: compare
+servers of one call. Writes benchmark/results/host-time.json and .md; a call replaces the rows of its
+backends.
 """
 
 import argparse

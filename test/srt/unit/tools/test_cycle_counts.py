@@ -4,7 +4,7 @@ import json
 
 from support import cycle_counts
 
-TEST = "test/srt/server/test_lossless.py::test_one"
+TEST = "test/srt/engine/test_lossless.py::test_one"
 
 
 def answer(*histogram: int) -> dict:

@@ -2,8 +2,8 @@
 
 A draft reads the outputs of named target layers. Which of SGLang's layers those are is a convention of each
 model's code, and a wrong one raises nothing: drafted tokens are just never accepted. `VERIFIED_TARGETS` were
-compared with Hugging Face's `hidden_states[k + 1]` (test/srt/engine/test_target_families.py). Others are served with
-a warning, as the output is right either way.
+compared with Hugging Face's `hidden_states[k + 1]` (test/srt/engine/test_target_families.py). Others are
+served with a warning, as the output is right either way.
 """
 
 import functools
