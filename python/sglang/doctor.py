@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     try:
         return _examine(args)
-    except BadInput as error:
+    except (BadInput, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
 
@@ -61,8 +61,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)
     add("--json", action="store_true", help="print the report as JSON, and the text to stderr")
     add("--html", type=Path, metavar="FILE", help="write the findings as a page; implies --measure")
-    help_copies = "also report what --speculative-copy-ahead would have copied; implies --measure"
-    add("--copy-ahead", action="store_true", help=help_copies)
     help_unquantized = "the draft before it was quantized: report what each layer lost; implies --measure"
     add("--unquantized", metavar="DRAFT", help=help_unquantized)
     help_tokens = "tokens to decode per prompt (default: 64)"
@@ -72,8 +70,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
-    implied = args.copy_ahead, args.prompts is not None, args.html is not None, args.unquantized is not None
-    args.measure = args.measure or any(implied)
+    implied = any(given is not None for given in (args.prompts, args.html, args.unquantized))
+    args.measure = args.measure or implied
     return args
 
 
@@ -83,7 +81,7 @@ def _examine(args: argparse.Namespace) -> int:
     target = Checkpoint.open(args.model_path, with_tensors=False)
     before = None if args.unquantized is None else Checkpoint.open(args.unquantized, with_tensors=True)
     if args.html is not None:
-        _check_writable(args.html)
+        args.html.open("a").close()  # an error now, rather than after the measurement
     prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
     from sglang_dflash.srt.doctor import quantization, report, static_checks
 
@@ -108,10 +106,7 @@ def _examine(args: argparse.Namespace) -> int:
     faults = sum(finding.level == FAULT for finding in found)
     say(f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found.")
     if args.html is not None:
-        try:
-            args.html.write_text(report.page(pair, found, measured, cost), encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"{args.html}: {error.strerror or error}") from error
+        args.html.write_text(report.page(pair, found, measured, cost), encoding="utf-8")
         say(f"Written to {args.html}.")
     if args.json:
         print(json.dumps(report.as_json(pair, found, measured, cost), indent=1))
@@ -126,7 +121,7 @@ def _measure(args, pair, before, prompts):
     dtype = getattr(torch, args.dtype)
     try:
         observed = measure.observe(pair.target, prompts, args.max_new_tokens, args.device, dtype)
-        measured = measure.measure(pair, observed, args.copy_ahead)
+        measured = measure.measure(pair, observed)
         cost = None if before is None else quantization.measure_cost(pair, before, observed)
     except torch.OutOfMemoryError as error:
         raise BadInput(
@@ -134,21 +129,6 @@ def _measure(args, pair, before, prompts):
         ) from error
     found = list(measure.findings(measured))
     return measured, cost, found if cost is None else [*found, *quantization.findings(cost)]
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise BadInput(f"{path}: is a directory, --html names a file")
-    if not path.parent.is_dir():
-        raise BadInput(f"{path.parent}: no such directory")
-    existed = path.exists()
-    try:
-        # Permissions alone do not tell: the file system may be read-only, or the folder a special one.
-        path.open("a").close()
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written ({error.strerror or error})") from error
-    if not existed:
-        path.unlink()
 
 
 if __name__ == "__main__":

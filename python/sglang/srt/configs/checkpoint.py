@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from sglang_dflash.srt.configs.fields import DraftConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 INDEX = "model.safetensors.index.json"
@@ -20,7 +19,6 @@ MASK_EMBEDDING_FILE = "mask_embedding.pt"
 _KINDS = (".safetensors", ".bin", ".pt")
 # Files of other things that SGLang leaves out.
 _NO_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-_MAX_HEADER = 100_000_000  # safetensors' own limit
 # Element types by PyTorch's names, in safetensors' words.
 _DTYPES = {
     "float64": "F64",
@@ -36,9 +34,6 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-# Element types that can be read by rows; bfloat16, which NumPy lacks, is the upper half of a float32.
-_NUMPY = {"I64": "<i8", "I32": "<i4", "BOOL": "?", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}
-
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("I64", "I32")
 
@@ -91,16 +86,12 @@ class Header:
         dtype: element type by safetensors' name.
         file: the name of the file.
         values: the entries of `weight_shape`, if they were read.
-        start: bytes from the beginning of a safetensors file.
-        end: as `start`; a file that was cut off ends before it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     file: str = ""
     values: tuple[int, ...] | None = None
-    start: int = 0
-    end: int = 0
 
     @property
     def where(self) -> str:
@@ -111,42 +102,6 @@ def header_of(tensor: Any, file: str = "") -> Header:
     """Return the header that a tensor of PyTorch would have in a file."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Header(_DTYPES.get(dtype, dtype), tuple(tensor.shape), file)
-
-
-def safetensors_headers(path: str) -> dict[str, Header]:
-    """Read the header of a safetensors file, whose tensors may be cut off.
-
-    Raises:
-        ValueError: the header cannot be read. The message does not name the file.
-    """
-    file, size = os.path.basename(path), os.path.getsize(path)
-    with open(path, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > min(_MAX_HEADER, size):
-            raise ValueError("not a safetensors file, or cut off inside its header")
-        text = stream.read(length)
-    found = {}
-    try:
-        for name, entry in json.loads(text).items():
-            if name != "__metadata__":
-                start, end = (8 + length + offset for offset in entry["data_offsets"])
-                found[name] = Header(entry["dtype"], tuple(entry["shape"]), file, None, start, end)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"its safetensors header cannot be read ({error})") from error
-    return found
-
-
-def read_rows(path: str, header: Header, rows: Any = slice(None)) -> "np.ndarray":
-    """Read rows of a tensor in a safetensors file, floats as float32."""
-    import numpy as np
-
-    if header.dtype not in _NUMPY:
-        raise ValueError(f"is {header.dtype}, which cannot be read here")
-    mapped = np.memmap(path, _NUMPY[header.dtype], "r", header.start, header.shape or (1,))
-    values = np.ascontiguousarray(mapped[rows])
-    if header.dtype == "BF16":
-        return (values.astype("<u4") << 16).view("<f4")
-    return values.astype(np.float32) if header.dtype.startswith("F") else values
 
 
 # A tensor's name in its file, its header, and a function that reads it, until the next one is taken.
@@ -166,10 +121,11 @@ def _safetensors(path: str, file: str) -> Iterator[Stored]:
         opened = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no safetensors file: {error}") from error
-    headers = safetensors_headers(path)
     with opened:
         for name in opened.keys():
-            yield name, headers[name], functools.partial(opened.get_tensor, name)
+            stored = opened.get_slice(name)
+            header = Header(stored.get_dtype(), tuple(stored.get_shape()), file)
+            yield name, header, functools.partial(opened.get_tensor, name)
 
 
 def _pickled(path: str, file: str) -> Iterator[Stored]:

@@ -2,19 +2,20 @@
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from sglang_dflash.srt.configs.checkpoint import Header, read_object, read_rows, safetensors_headers
+from sglang_dflash.srt.configs.checkpoint import Header, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
 
+if TYPE_CHECKING:
+    import torch
+
 # Files that describe a checkpoint, without its tensors.
-_DESCRIPTIONS = ("*.json", "*.md", "*.jinja")
+_DESCRIPTIONS = ("*.json", "*.jinja")
 
 
 class BadInput(Exception):
@@ -28,7 +29,6 @@ class Checkpoint:
     folder: Path
     name: str
     config: Mapping[str, Any]
-    truncated: list[str] = field(default_factory=list)  # filled with `tensors`
 
     @classmethod
     def open(cls, path: str, with_tensors: bool) -> "Checkpoint":
@@ -38,7 +38,10 @@ class Checkpoint:
             raise BadInput(f"{path}: a file, where the directory of a checkpoint is needed")
         if not folder.is_dir():
             folder = _download(path, with_tensors)
-        return cls(folder, path, _read_json(folder / "config.json", path))
+        try:
+            return cls(folder, path, read_object(str(folder / "config.json")))
+        except ValueError as error:
+            raise BadInput(f"{path}: {error}") from error
 
     @property
     def has_tensors(self) -> bool:
@@ -47,75 +50,43 @@ class Checkpoint:
     @cached_property
     def tensors(self) -> dict[str, Header]:
         """Header of every tensor, by our name of it. Raises BadInput."""
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
+        if not self.has_tensors:
             raise BadInput(f"{self.name}: no safetensors file there")
-        found: dict[str, Header] = {}
-        for file in files:
-            try:
-                own = {
-                    canonical_name(name): header for name, header in safetensors_headers(str(file)).items()
-                }
-                size = file.stat().st_size
-            except OSError as error:
-                raise BadInput(f"{file}: {error.strerror or error}") from error
-            except ValueError as error:
-                raise BadInput(f"{file}: {error}") from error
-            self.truncated.extend(name for name, header in own.items() if header.end > size)
-            found |= own
-        return found
-
-    @cached_property
-    def tokenizer(self) -> "Tokenizer | None":
-        """None if there is no tokenizer.json."""
-        path = self.folder / "tokenizer.json"
-        return Tokenizer(_read_json(path, self.name)) if path.exists() else None
-
-    @cached_property
-    def card(self) -> str:
-        """README.md, empty if there is none."""
         try:
-            return (self.folder / "README.md").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-
-    def read(self, name: str, rows: Any = slice(None)) -> np.ndarray:
-        """Read rows of a tensor, floats as float32. Raises BadInput for an unknown element type."""
-        header = self.tensors[name]
-        try:
-            return read_rows(str(self.folder / header.file), header, rows)
+            return {canonical_name(name): header for name, header, _ in tensors_of(str(self.folder))}
         except ValueError as error:
-            raise BadInput(f"{self.folder / header.file}: {name} {error}") from error
+            raise BadInput(f"{self.name}: {error}") from error
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokens of tokenizer.json, without rules of a model. None if there is no such file."""
+        from transformers import PreTrainedTokenizerFast
+
+        path = self.folder / "tokenizer.json"
+        if not path.exists():
+            return None
+        try:
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        except Exception as error:  # the reader raises nothing narrower
+            raise BadInput(f"{self.name}: tokenizer.json cannot be read: {error}") from error
+
+    def read(self, name: str, rows: Sequence[int] | None = None) -> "torch.Tensor":
+        """Read a tensor by our name of it, or some of its rows. None means all."""
+        import torch
+        from safetensors import safe_open
+
+        with safe_open(self.folder / self.tensors[name].file, framework="pt") as file:
+            saved = next(stored for stored in file.keys() if canonical_name(stored) == name)
+            if rows is None:
+                return file.get_tensor(saved)
+            stored = file.get_slice(saved)
+            return torch.cat([stored[row : row + 1] for row in rows])
 
 
-class Tokenizer:
-    """The single tokens of a tokenizer.json."""
-
-    def __init__(self, data: Mapping[str, Any]):
-        vocabulary = (data.get("model") or {}).get("vocab") or {}
-        if isinstance(vocabulary, list):  # Unigram: [token, score] pairs in the order of their ids
-            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-        self._names = {i: token for token, i in vocabulary.items()}
-        self._special = {entry["id"]: entry["content"] for entry in data.get("added_tokens") or ()}
-
-    def name(self, token_id: int) -> str | None:
-        """Return a token's text; None for an id that the tokenizer never produces."""
-        return self._special.get(token_id, self._names.get(token_id))
-
-    def is_ordinary(self, token_id: int) -> bool:
-        """Return whether the id is a piece of text, neither special nor unused."""
-        return token_id in self._names and token_id not in self._special
-
-    def __len__(self) -> int:
-        return len(self.get_vocab())
-
-    def get_vocab(self) -> dict[str, int]:
-        """Return ids by token, as Hugging Face's tokenizers do."""
-        return {name: i for i, name in (self._names | self._special).items()}
-
-    def mask_tokens(self) -> dict[int, str]:
-        """Return special tokens with `mask` in their name, by id."""
-        return {i: name for i, name in self._special.items() if "mask" in name.lower()}
+def mask_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return special tokens with `mask` in their name, by id. `tokenizer` may be None."""
+    special = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    return {i: str(token) for i, token in special.items() if "mask" in str(token).lower()}
 
 
 def _download(name: str, with_tensors: bool) -> Path:
@@ -132,19 +103,12 @@ def _download(name: str, with_tensors: bool) -> Path:
         raise BadInput(f"{name}: no such directory, and not from the hub: {reason}") from error
 
 
-def _read_json(path: Path, checkpoint: str) -> dict[str, Any]:
-    try:
-        return read_object(str(path))
-    except ValueError as error:
-        raise BadInput(f"{checkpoint}: {error}") from error
-
-
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """Read a file of JSON lines, each with `text` or with chat `messages`. Raises BadInput."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: {error}") from error
     prompts = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

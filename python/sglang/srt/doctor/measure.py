@@ -1,6 +1,5 @@
 """Acceptance measured with both models in plain PyTorch, for `doctor --measure`."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
+from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint, mask_tokens
 from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.doctor.readings import (
@@ -19,7 +18,6 @@ from sglang_dflash.srt.doctor.readings import (
     Reading,
     Text,
     blocks,
-    blocks_with_copies,
     compare,
     draft_everywhere,
     other_readings,
@@ -34,15 +32,6 @@ _BATCH = 32
 # Standard errors from which a better reading is a fault, or a hint, and the least gain that matters.
 _CERTAIN, _HINT, _WORTHWHILE = 4.0, 2.5, 0.01
 _HOPELESS = 1.15  # accept length at which the draft and the target have nothing to do with each other
-_FAR_BELOW = 0.5  # of what a card's accept length has beyond 1
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Figures of the checkpoint's own card; `by_position` is empty if it has none."""
-
-    accept_length: float
-    by_position: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,6 @@ class Acceptance:
 
     length: float  # tokens per block, bonus token included
     by_position: tuple[float, ...]  # share of blocks whose k-th token was accepted
-    copied: float  # share of blocks that were copied
 
     @classmethod
     def over(cls, texts: Sequence[Text], found: Sequence[list[Block]]) -> "Acceptance":
@@ -62,7 +50,6 @@ class Acceptance:
         return cls(
             1 + sum(block.accepted for block in whole) / count,
             tuple(sum(block.accepted > k for block in whole) / count for k in range(len(pairs[0][0].tokens))),
-            sum(block.is_copied for block in whole) / count,
         )
 
 
@@ -74,10 +61,6 @@ class Outcome:
     acceptance: Acceptance
     evidence: Evidence
 
-    @property
-    def is_configured(self) -> bool:
-        return self.reading is AS_CONFIGURED
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -86,12 +69,9 @@ class Measurement:
     texts: list[Text]  # answers to the prompts
     drafts: list[Drafts]  # of each text, as configured
     outcomes: list[Outcome]  # of each reading; the first is the checkpoint as configured
-    left_out: list[Reading]  # readings that name a state which the target does not return
-    expected: Expected | None
     observations: int  # positions behind the evidence
     device: str
     decode: Callable[[list[int]], str]
-    copies: list[list[Block]] | None = None  # blocks of each text with copies, if requested
 
     @property
     def configured(self) -> Acceptance:
@@ -101,11 +81,6 @@ class Measurement:
     def num_tokens(self) -> int:
         """Return the number of tokens in all answers."""
         return sum(len(text.tokens) - text.prompt_length for text in self.texts)
-
-    @property
-    def with_copies(self) -> Acceptance | None:
-        """Acceptance with copies, if requested."""
-        return None if self.copies is None else Acceptance.over(self.texts, self.copies)
 
     def pieces(self, tokens: list[int], start: int) -> list[str]:
         """Return the text per token from `start` on; a split character goes to its last token."""
@@ -118,31 +93,6 @@ class Measurement:
             found.append(text[len(done) :])
             done = text
         return found
-
-
-def expectation(card: str) -> Expected | None:
-    """Read the first table of a model card with a column `Accept length`.
-
-    The last row with a number counts: in this project's cards it is the sum of the others.
-    """
-    rows = [
-        [cell.strip() for cell in line.strip().strip("|").split("|")]
-        for line in card.splitlines()
-        if line.count("|") > 1
-    ]
-    for i, header in enumerate(rows):
-        names = [name.lower() for name in header]
-        if "accept length" not in names:
-            continue
-        column = names.index("accept length")
-        body = [row for row in rows[i + 1 :] if len(row) == len(header)]
-        figures = [row for row in body if re.fullmatch(r"\d+(\.\d+)?", row[column])]
-        if not figures:
-            return None
-        positions = next((k for k, name in enumerate(names) if name.startswith("accepted at position")), None)
-        shares = re.findall(r"\d+\.\d+", figures[-1][positions]) if positions is not None else []
-        return Expected(float(figures[-1][column]), tuple(map(float, shares)))
-    return None
 
 
 @dataclass(frozen=True)
@@ -186,36 +136,35 @@ def observe(
     return Observed(target, tokenizer, texts, branches)
 
 
-def measure(pair: Pair, observed: Observed, with_copies: bool = False) -> Measurement:
+def measure(pair: Pair, observed: Observed) -> Measurement:
     """Draft at every position of the target's texts, by every reading of the draft."""
     draft = load_draft(pair, observed.target)
-    texts, everything = observed.texts, observed.texts + observed.branches
-    tokenizer = pair.target.tokenizer
-    readings = [AS_CONFIGURED, *other_readings(draft, tokenizer.mask_tokens() if tokenizer else {})]
-    left_out: list[Reading] = []
     outcomes: list[Outcome] = []
     configured: list[Drafts] = []
-    for reading in readings:
-        boundaries = reading.boundaries(draft.draft.target_layer_ids)
-        if not texts[0].has_states(boundaries):
-            left_out.append(reading)
-            continue
-        drafts = [draft_everywhere(draft, text, reading) for text in everything]
-        configured = configured or drafts
-        own = [blocks(*text_and_drafts) for text_and_drafts in zip(texts, drafts, strict=False)]
-        outcomes.append(Outcome(reading, Acceptance.over(texts, own), compare(configured, drafts)))
-    of_texts = configured[: len(texts)]
+    for reading in (AS_CONFIGURED, *other_readings(draft, mask_tokens(pair.target.tokenizer))):
+        if observed.texts[0].has_states(reading.boundaries(draft.draft.target_layer_ids)):
+            acceptance, drafts = draft_texts(draft, observed, reading)
+            configured = configured or drafts
+            outcomes.append(Outcome(reading, acceptance, compare(configured, drafts)))
     return Measurement(
-        texts=texts,
-        drafts=of_texts,
+        texts=observed.texts,
+        drafts=configured[: len(observed.texts)],
         outcomes=outcomes,
-        left_out=left_out,
-        expected=expectation(pair.draft.card),
         observations=sum(len(d.tokens) for d in configured),
         device=str(observed.target.device),
         decode=observed.tokenizer.decode,
-        copies=list(map(blocks_with_copies, texts, of_texts)) if with_copies else None,
     )
+
+
+def draft_texts(draft: PlainDraft, observed: Observed, reading: Reading) -> tuple[Acceptance, list[Drafts]]:
+    """Draft all texts by one reading.
+
+    Returns:
+        The acceptance over the answers, and the drafts of the answers and of the branches after them.
+    """
+    drafts = [draft_everywhere(draft, text, reading) for text in observed.texts + observed.branches]
+    own = [blocks(*text_and_drafts) for text_and_drafts in zip(observed.texts, drafts, strict=False)]
+    return Acceptance.over(observed.texts, own), drafts
 
 
 def findings(measured: Measurement) -> Iterator[Finding]:
@@ -223,7 +172,7 @@ def findings(measured: Measurement) -> Iterator[Finding]:
 
     Only the best of the better readings is a fault: they are guesses at one and the same mistake.
     """
-    length, expected = measured.configured.length, measured.expected
+    length = measured.configured.length
     better = [o for o in measured.outcomes if o.evidence.gain >= _WORTHWHILE and o.evidence.t >= _HINT]
     if better:
         best = max(better, key=lambda outcome: outcome.evidence.gain)
@@ -241,12 +190,6 @@ def findings(measured: Measurement) -> Iterator[Finding]:
             f"hardly any drafted token is accepted (accept length {length:.2f}, 1 is none)",
             "Its weights do not belong to this target, or not to its config.json: take the draft made for "
             "this target",
-        )
-    elif expected and length - 1 < _FAR_BELOW * (expected.accept_length - 1):
-        yield fault(
-            f"accept length {length:.2f} is far below the {expected.accept_length:.2f} of the draft's card",
-            "Give --prompts of the kind that the card was measured on, with the chat template; else suspect "
-            "the target's revision",
         )
 
 
@@ -272,7 +215,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     """Load the draft's plain model, in the target's dtype and on its device."""
     from safetensors.torch import load_file
 
-    config = pair.parsed.config
+    config = pair.config
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
     tensors: dict[str, torch.Tensor] = {}
@@ -280,7 +223,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
         loaded = load_file(pair.draft.folder / file, device=str(target.device))
         tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
     weights = {}
-    for module in take_packed_modules(tensors, pair.packed_modules()):
+    for module in take_packed_modules(tensors, pair.packed_modules):
         try:
             weight = module.dequantize(target.device)
         except ValueError as error:
@@ -292,7 +235,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
         weights.pop("d2t", None)
     # Gemma's modules multiply what they look up.
     scale = float(getattr(target.get_input_embeddings(), "embed_scale", 1.0))
-    return plain_draft(config, pair.parsed.hf_config, weights, embedding, head, scale)
+    return plain_draft(config, pair.hf_config, weights, embedding, head, scale)
 
 
 def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:

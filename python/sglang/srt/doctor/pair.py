@@ -1,27 +1,25 @@
 """A draft and its target as the doctor examines them, and what it finds, with advice."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import Header
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_kinds import ALIASES, DFLASH2_ARCHITECTURES, read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import is_draft, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import Unpacked, examine_headers
 from sglang_dflash.srt.configs.fields import DraftConfigError
-from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
 from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config, served_types, speculators_type
 from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, find_mask_token
-from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES
 from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
 
 FAULT, NOTE = "fault", "note"
 FETCH_AGAIN = "Fetch the draft again, or take one whose tensors and config.json belong together"
 OTHER_TARGET = "Serve the target that the draft was trained for, or a draft that was trained for this one"
 OR_OTHER_TARGET = OTHER_TARGET[0].lower() + OTHER_TARGET[1:]
-_BLOCK_DRAFTS = {"DFlashDraftModel", *DFLASH2_ARCHITECTURES, *ALIASES}
 # Advice for a problem of the config, by words of its message; the first match counts.
 _CONFIG_ADVICE = (
     (
@@ -57,28 +55,25 @@ def note(problem: str, advice: str) -> Finding:
     return Finding(NOTE, problem, advice)
 
 
-def read_flat(draft: Checkpoint, target_layers: int | None = None) -> dict[str, Any]:
+def _read_flat(draft: Checkpoint, target_layers: int) -> dict[str, Any]:
     """Return the draft's flat Qwen3 config. Raise BadInput or DraftConfigError without one.
 
     `target_layers` is the target's depth, for a draft that does not name the layers it reads.
     """
-    config = draft.config
-    kind, architectures = speculators_type(config), config.get("architectures")
-    if is_speculators_config(config) and kind not in served_types():
+    kind = speculators_type(draft.config)
+    if is_speculators_config(draft.config) and kind not in served_types():
         raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
-    is_ours = is_speculators_config(config) or is_flat_peagle(config, str(draft.folder))
-    if not is_ours and not _BLOCK_DRAFTS.intersection(architectures or ()):
-        other = f"{draft.name}: neither a DFlash nor a P-EAGLE draft, its architectures are {architectures}"
-        if set(BUILTIN_ARCHITECTURES).intersection(architectures or ()):
-            other += ". SGLang's built-in DFLASH serves it on a GPU"
-        raise BadInput(other)
-    return flat_config(config, str(draft.folder), target_layers)
+    try:
+        return flat_config(draft.config, str(draft.folder), target_layers)
+    except DraftConfigError:
+        raise
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def text_config(target: Checkpoint) -> SimpleNamespace:
     """Return the config of the target's language model. Raises BadInput if there is none."""
-    architectures = target.config.get("architectures") or ()
-    if is_speculators_config(target.config) or _BLOCK_DRAFTS.intersection(architectures):
+    if is_speculators_config(target.config) or is_draft(target.config.get("architectures")):
         raise BadInput(f"{target.name}: is a draft; --model-path is the target")
     text = target.config.get("text_config") or target.config
     missing = [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in text]
@@ -87,35 +82,36 @@ def text_config(target: Checkpoint) -> SimpleNamespace:
     return SimpleNamespace(**text)
 
 
-@dataclass(frozen=True)
-class ParsedDraft:
-    """A draft's config, its flat Qwen3 config, and the id of its mask token."""
+class Pair:
+    """A draft and its target.
+
+    Attributes:
+        text_config: the config of the target's language model.
+        config_faults: what is wrong with the draft's config.
+        is_parsed: whether the draft's config could be parsed. Only then has a pair the attributes below.
+        config: the draft's config, with the id of its mask token.
+        hf_config: its flat Qwen3 config.
+    """
 
     config: DFlashDraftConfig
     hf_config: Any
-    mask_token_id: int
-
-
-class Pair:
-    """A draft and its target; `parsed_draft` is None for a config that cannot be parsed."""
 
     def __init__(self, target: Checkpoint, draft: Checkpoint):
         from transformers import Qwen3Config
 
         self.target, self.draft = target, draft
         self.text_config = text_config(target)
-        self.parsed_draft: ParsedDraft | None = None
+        self.is_parsed = False
         self.config_faults: list[Finding] = []
         try:
-            hf_config = Qwen3Config(**read_flat(draft, self.text_config.num_hidden_layers))
+            hf_config = Qwen3Config(**_read_flat(draft, self.text_config.num_hidden_layers))
             hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
             quantization_of(hf_config, draft.name)  # report its faults
             config = read_draft_config(hf_config, draft.name)
-            mask = config.mask_token_id
-            if mask is None:
+            if config.mask_token_id is None:
                 mask = find_mask_token(config, target.tokenizer, draft.name)
                 config = config.model_copy(update={"mask_token_id": mask})
-            self.parsed_draft = ParsedDraft(config, hf_config, mask)
+            self.config, self.hf_config, self.is_parsed = config, hf_config, True
             check_draft_fits_target(
                 config, self.text_config, draft.name, target.config.get("architectures") or ()
             )
@@ -124,16 +120,11 @@ class Pair:
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
 
+    @cached_property
     def packed_modules(self) -> Unpacked:
-        """Return the tensors as a dense draft would have them, with their faults."""
+        """The tensors as a dense draft would have them, with their faults."""
         headers = {name: Header(tensor.dtype, tensor.shape) for name, tensor in self.draft.tensors.items()}
-        return examine_headers(self.parsed.hf_config, self.parsed.config, headers)
-
-    @property
-    def parsed(self) -> ParsedDraft:
-        """The parsed draft, for callers that know of no fatal finding."""
-        assert self.parsed_draft is not None
-        return self.parsed_draft
+        return examine_headers(self.hf_config, self.config, headers)
 
 
 def config_advice(problem: str) -> str:

@@ -37,8 +37,8 @@ class DraftedBlocks:
 class PlainDraft:
     """A draft in plain PyTorch.
 
-    `mask_token_id`, `layer_order`, `embedding_scale` and `weights` may be changed, to draft by another
-    reading of the checkpoint.
+    `mask_token_id`, `embedding_scale` and `weights` may be changed, to draft by another reading of the
+    checkpoint.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class PlainDraft:
         """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
-        self.layer_order = tuple(range(draft.num_hidden_layers))
         self._config = hf_config
         self.weights = weights
         self._embedding = weights.get("embed_tokens.weight", embedding)
@@ -198,7 +197,7 @@ class PlainDFlash(PlainDraft):
         places = torch.arange(len(context), device=device)
         keys = _after(Rows(places, torch.full_like(places, -1), places), rows)
         hidden = self._embed(ids.flatten())
-        for layer in self.layer_order:
+        for layer in range(draft.num_hidden_layers):
             normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
             hidden = self._run_layer(layer, hidden, normed, rows, keys, context)
         hidden = self._norm("norm", hidden).view(*ids.shape, -1)
@@ -208,18 +207,17 @@ class PlainDFlash(PlainDraft):
 class PlainDFlash2(PlainDFlash):
     """DFlash2: DFlash with convolutions along the block and a selector.
 
-    The selector chains the block's tokens: it scores candidates by the token before them.
-    `codebooks` names the selector's tables, of the token before and of the candidate, and may be changed as
-    `mask_token_id` may. None leaves the selector out.
+    The selector chains the block's tokens: it scores candidates by the token before them. `has_selector` may
+    be changed as `mask_token_id` may.
     """
 
     draft: DFlash2DraftConfig
-    codebooks: tuple[str, str] | None = ("predecessor", "successor")
+    has_selector = True
 
     def draft_blocks(self, tokens, aux_hidden, anchors):
         hidden = self.hidden_states(tokens, aux_hidden, anchors)
         logits = self._base_logits(hidden)
-        if self.codebooks is None:
+        if not self.has_selector:
             return DraftedBlocks(logits.argmax(dim=-1), logits)
         unary, ids = logits[..., : self.draft.selector_vocab_size].topk(self.draft.selector_top_k, dim=-1)
         gate = self._linear("candidate_selector.hidden_projection", hidden).float()
@@ -241,8 +239,8 @@ class PlainDFlash2(PlainDFlash):
         `gate` [..., rank] are the projected hidden states; `ids` and `unary` [..., K] the candidates and
         their logits.
         """
-        assert self.codebooks is not None
-        before, after = (self.weights[f"candidate_selector.{name}_codebook"] for name in self.codebooks)
+        codebooks = (f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
+        before, after = (self.weights[name] for name in codebooks)
         query = before[previous].float() * gate
         return unary + (after[ids].float() @ query[..., None])[..., 0]
 
@@ -285,9 +283,9 @@ class PlainPEagle(PlainDraft):
         )
         fused = self._fuse(states)
         hidden = fused
-        for index, layer in enumerate(self.layer_order):
+        for layer in range(self.draft.num_hidden_layers):
             name = f"layers.{layer}"
-            if index == 0:
+            if layer == 0:
                 normed = self._norm("layers.0.hidden_norm", fused)
                 hidden = normed if self.draft.norm_before_residual else fused
                 embedded = self._norm(f"{name}.input_layernorm", self._embed(ids))

@@ -3,21 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from sglang_dflash.srt.doctor.inputs import BadInput
-from sglang_dflash.srt.doctor.measure import Acceptance, Observed, load_draft
+from sglang_dflash.srt.doctor.measure import Acceptance, Observed, draft_texts, load_draft
 from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
-from sglang_dflash.srt.doctor.readings import (
-    AS_CONFIGURED,
-    Drafts,
-    Evidence,
-    Reading,
-    blocks,
-    compare,
-    draft_everywhere,
-)
+from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, Evidence, Reading, compare
 
 # Relative error of a weight: 0.11 is usual for four bits, 0.03 for eight. Another draft's weights give 1.4.
 _ANOTHER, _LARGE = 0.3, {"4": 0.22, "8": 0.06}
@@ -54,16 +44,16 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
     Raises:
         BadInput: `pair` is not quantized, or `unquantized` is not the same draft before.
     """
-    schemes = pair.packed_modules().schemes
+    schemes = pair.packed_modules.schemes
     if not schemes:
         raise BadInput(f"{pair.draft.name}: has no quantized layers, so --unquantized compares nothing")
-    if unquantized.parsed_draft is None or unquantized.packed_modules().schemes:
+    if not unquantized.is_parsed or unquantized.packed_modules.schemes:
         raise BadInput(f"{unquantized.draft.name}: is no unquantized draft that can be read")
-    if unquantized.parsed.config != pair.parsed.config:
+    if unquantized.config != pair.config:
         raise BadInput(f"{unquantized.draft.name}: its config is another one than {pair.draft.name}'s")
     draft, before = load_draft(pair, observed.target), load_draft(unquantized, observed.target)
 
-    reference, drafts = _measured(before, observed, AS_CONFIGURED)
+    reference, drafts = draft_texts(before, observed, AS_CONFIGURED)
     groups: dict[str, list[str]] = {}
     for module in sorted(schemes, key=_place):
         groups.setdefault(_layer(module), []).append(module)
@@ -71,11 +61,11 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
     for name, modules in groups.items():
         own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
         reading = Reading("", changes={"weights": {**before.weights, **own}})
-        acceptance, found = _measured(before, observed, reading)
+        acceptance, found = draft_texts(before, observed, reading)
         errors = {module: _weight_error(draft, before, module) for module in modules}
         names = tuple(sorted({schemes[module].name for module in modules}))
         layers.append(LayerCost(name, names, errors, acceptance, compare(drafts, found)))
-    acceptance, found = _measured(draft, observed, AS_CONFIGURED)
+    acceptance, found = draft_texts(draft, observed, AS_CONFIGURED)
     return QuantizationCost(reference, acceptance, compare(drafts, found), layers)
 
 
@@ -97,10 +87,8 @@ def table(cost: QuantizationCost) -> list[tuple[str, str, str, str, str]]:
     for layer in cost.layers:
         error = f"{max(layer.weight_errors.values()):.3f}"
         length = f"{layer.acceptance.length:.2f}"
-        rows.append(
-            (f"{layer.name} quantized", ", ".join(layer.schemes), error, length, _words(layer.evidence))
-        )
-    rows.append(("all quantized", "", "", f"{cost.quantized.length:.2f}", _words(cost.evidence)))
+        rows.append((f"{layer.name} quantized", ", ".join(layer.schemes), error, length, str(layer.evidence)))
+    rows.append(("all quantized", "", "", f"{cost.quantized.length:.2f}", str(cost.evidence)))
     return rows
 
 
@@ -114,10 +102,6 @@ def text(cost: QuantizationCost) -> str:
         f"{name:<24}{scheme:<10}{error:>13}{length:>15}   {words}"
         for name, scheme, error, length, words in rows
     )
-
-
-def _words(evidence: Evidence) -> str:
-    return f"{evidence.gain:+.3f} nats a token ({abs(evidence.t):.1f} standard errors)"
 
 
 def _layer(module: str) -> str:
@@ -134,10 +118,3 @@ def _place(module: str) -> tuple[int, str]:
 def _weight_error(draft: PlainDraft, before: PlainDraft, module: str) -> float:
     found, expected = (d.weights[f"{module}.weight"].float() for d in (draft, before))
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-
-
-@torch.no_grad()
-def _measured(draft: PlainDraft, observed: Observed, reading: Reading) -> tuple[Acceptance, list[Drafts]]:
-    drafts = [draft_everywhere(draft, text, reading) for text in observed.texts + observed.branches]
-    own = [blocks(*pair) for pair in zip(observed.texts, drafts, strict=False)]
-    return Acceptance.over(observed.texts, own), drafts

@@ -1,4 +1,4 @@
-"""Other readings of a checkpoint's layer ids, layer order, mask token and selector.
+"""Other readings of a checkpoint's layer ids, mask token, embeddings and selector.
 
 Acceptance does not distinguish neighbouring layers of a target: it moves by a few percent, in either
 direction. The likelihood that the draft gives to the target's tokens does, over the same positions, if there
@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
-from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 from sglang_dflash.srt.doctor.plain_drafts import PlainDFlash2, PlainDraft
 
 # A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an
@@ -81,13 +79,6 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
         problem = "the draft fits better with the target's layers in reversed order"
         advice = "Reverse the column blocks of fc.weight: SGLang passes the lowest layer first"
         found.append(Reading("target layers reversed", problem, advice, reversed_states=True))
-    # The first layer of P-EAGLE has another shape.
-    first, depth = int(isinstance(draft.draft, PEagleDraftConfig)), draft.draft.num_hidden_layers
-    order = (*range(first), *range(depth - 1, first - 1, -1))
-    if order != tuple(range(depth)):
-        problem = "the draft fits better with its own layers in reversed order"
-        advice = "Rename layers.* of the checkpoint, which were saved last to first"
-        found.append(Reading("draft layers reversed", problem, advice, changes={"layer_order": order}))
     for token_id, name in mask_tokens.items():
         if token_id != draft.mask_token_id:
             problem = f"the draft fits better with {name} ({token_id}) as its mask token"
@@ -96,7 +87,12 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
     if draft.target_scale != 1.0:
         found += _embedding_readings(draft)
     if isinstance(draft, PlainDFlash2):
-        found += _selector_readings(draft)
+        problem = "the draft fits better without its selector"
+        advice = (
+            "The tensors candidate_selector.* are damaged, in another layout or another draft's: fetch the "
+            "draft again"
+        )
+        found.append(Reading("selector left out", problem, advice, changes={"has_selector": False}))
     return found
 
 
@@ -111,26 +107,6 @@ def _embedding_readings(draft: PlainDraft) -> list[Reading]:
         )
         for name, scale in (("as in the table", 1.0), ("scaled as the target's", draft.target_scale))
         if scale != draft.embedding_scale
-    ]
-
-
-def _selector_readings(draft: PlainDFlash2) -> list[Reading]:
-    assert draft.codebooks is not None
-    swapped = {"codebooks": draft.codebooks[::-1]}
-    return [
-        Reading(
-            "selector codebooks swapped",
-            "the draft fits better with its selector's codebooks swapped",
-            "Swap predecessor_codebook and successor_codebook in the checkpoint",
-            changes=swapped,
-        ),
-        Reading(
-            "selector left out",
-            "the draft fits better without its selector",
-            "The tensors candidate_selector.* are damaged, in another layout or another draft's: fetch the "
-            "draft again",
-            changes={"codebooks": None},
-        ),
     ]
 
 
@@ -184,6 +160,10 @@ class Evidence:
     gain: float  # nats per token, positive if the other reading is better
     t: float  # gain over its standard error, by clusters of neighbouring positions
 
+    def __str__(self) -> str:
+        doubt = ": cannot be told apart" if abs(self.t) < 2 else ""
+        return f"{self.gain:+.3f} nats a token ({abs(self.t):.1f} standard errors){doubt}"
+
 
 def compare(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:
     """Compare the drafts of the same texts by two readings."""
@@ -217,7 +197,6 @@ class Block:
     anchor: int
     tokens: list[int]
     accepted: int
-    is_copied: bool = False
 
 
 def blocks(text: Text, drafts: Drafts) -> list[Block]:
@@ -242,26 +221,3 @@ def count_accepted(tokens: list[int], anchor: int, block: list[int]) -> int:
             break
         accepted += 1
     return accepted
-
-
-def blocks_with_copies(text: Text, drafts: Drafts) -> list[Block]:
-    """Return the blocks of a request that also copies, as `--speculative-copy-ahead` has it."""
-    tokens, drafted = text.tokens.tolist(), drafts.tokens.tolist()
-    width = drafts.tokens.shape[1] + 1
-    history = torch.nn.functional.pad(text.tokens.cpu().int(), (0, width))[None]
-    records, row = torch.tensor([[RULE.copies_start, RULE.drafts_start]]), torch.tensor([0])
-    found, anchor = [], drafts.first
-    while anchor < len(tokens) - 1:
-        anchors = torch.tensor([anchor])
-        keys = find_match(history, row, anchors, anchor + 1, RULE)
-        copied, lengths = choose_copies(history, records, row, anchors, keys, width, RULE)
-        is_copied = int(lengths) > 0
-        block = copied[0, 1:].tolist() if is_copied else drafted[anchor - drafts.first]
-        accepted = count_accepted(tokens, anchor, block)
-        found.append(Block(anchor, block, accepted, is_copied))
-        # The history already holds the whole text, so the same tokens are written again.
-        emitted = history[:, anchor + 1 : anchor + 1 + width].long()
-        accept_lens = torch.tensor([accepted], dtype=torch.int32)
-        append_tokens(history, records, row, anchors, emitted, accept_lens, lengths, True, RULE)
-        anchor += accepted + 1
-    return found

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.inputs import Checkpoint
-from sglang_dflash.srt.doctor.measure import Measurement, Outcome
+from sglang_dflash.srt.doctor.measure import Measurement
 from sglang_dflash.srt.doctor.pair import FAULT, Finding, Pair
 from sglang_dflash.srt.doctor.quantization import COLUMNS, QuantizationCost, table
 from sglang_dflash.srt.doctor.readings import blocks
@@ -46,11 +46,11 @@ def implementation(draft: Checkpoint) -> str:
 
 
 def describe_draft(pair: Pair) -> str:
-    if pair.parsed_draft is None:
+    if not pair.is_parsed:
         return "its config cannot be read"
-    draft, mask_token_id = pair.parsed_draft.config, pair.parsed_draft.mask_token_id
+    draft, mask_token_id = pair.config, pair.config.mask_token_id
     made_by = "speculators" if is_speculators_config(pair.draft.config) else "z-lab"
-    mask = pair.target.tokenizer.name(mask_token_id) if pair.target.tokenizer else None
+    mask = pair.target.tokenizer and pair.target.tokenizer.convert_ids_to_tokens(mask_token_id)
     vocabulary = f", {draft.draft_vocab_size} of them drafted" if draft.has_own_vocabulary else ""
     return (
         f"{draft.kind} ({made_by} format), {draft.num_hidden_layers} layers, "
@@ -63,59 +63,29 @@ def describe_draft(pair: Pair) -> str:
 
 def figures(measured: Measurement) -> str:
     """Format what was measured, as two small tables."""
-    configured, expected, copied = measured.configured, measured.expected, measured.with_copies
-    card = f" (its card says {expected.accept_length:.2f}, on the card's prompts)" if expected else ""
+    configured = measured.configured
     lines = [
         f"Measured on {len(measured.texts)} prompts, {measured.num_tokens} tokens, greedy, "
         f"on {measured.device}; accept length {configured.length:.2f} tokens a block, "
-        f"bonus token included{card}."
-    ]
-    if copied:
-        lines.append(
-            f"With copies from the text: accept length {copied.length:.2f}; "
-            f"{copied.copied:.0%} of the blocks are copied."
-        )
-    lines += [
+        "bonus token included.",
         "",
         "drafted token     " + "".join(f"{k:>7}" for k in range(1, len(configured.by_position) + 1)),
-        "share kept        " + _row(configured.by_position),
-    ]
-    if expected and expected.by_position:
-        lines.append("by its card       " + _row(expected.by_position))
-    lines += [
+        "share kept        " + "".join(f"{share:>7.2f}" for share in configured.by_position),
         "",
         f"{'if read with':<28}accept length   likelihood of the target's tokens "
         f"({measured.observations} positions)",
     ]
     lines += [f"{label:<28}{length:>13}   {words}" for label, length, words in readings(measured)]
-    for reading in measured.left_out:
-        lines.append(f"{reading.label:<28}            -   names a state that the target does not return")
     return "\n".join(lines)
 
 
 def readings(measured: Measurement) -> list[tuple[str, str, str]]:
     """Return rows of text: what the checkpoint was read with, accept length, likelihood."""
-    return [(o.reading.label, f"{o.acceptance.length:.2f}", _likelihood(o)) for o in measured.outcomes]
-
-
-def _likelihood(outcome: Outcome) -> str:
-    """Compare a reading with the checkpoint as configured, in words."""
-    if outcome.is_configured:
-        return "(the reference)"
-    evidence = outcome.evidence
-    gain, t = abs(evidence.gain), abs(evidence.t)
-    if t < 2:
-        return (
-            f"the same within noise ({evidence.gain:+.3f} nats a token, {t:.1f} standard errors): "
-            "cannot be told apart"
-        )
-    return (
-        f"{'better' if evidence.gain > 0 else 'worse'} by {gain:.3f} nats a token ({t:.1f} standard errors)"
-    )
-
-
-def _row(shares: tuple[float, ...]) -> str:
-    return "".join(f"{share:>7.2f}" for share in shares)
+    configured, *others = [
+        (outcome.reading.label, f"{outcome.acceptance.length:.2f}", str(outcome.evidence))
+        for outcome in measured.outcomes
+    ]
+    return [(*configured[:2], "(the reference)"), *others]
 
 
 def as_json(
@@ -141,13 +111,10 @@ def as_json(
             "num_prompts": len(measured.texts),
             "num_tokens": measured.num_tokens,
             "num_observations": measured.observations,
-            "card": measured.expected and asdict(measured.expected),
-            "with_copies": measured.with_copies and asdict(measured.with_copies),
             "readings": [
                 {"read_with": outcome.reading.label, **asdict(outcome.acceptance), **asdict(outcome.evidence)}
                 for outcome in measured.outcomes
             ],
-            "left_out": [reading.label for reading in measured.left_out],
         }
     return report
 
@@ -166,24 +133,21 @@ def page(
 
 def _answers(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
     """Yield each answer: the prompt, and (CSS class, text, remark) of each token after it."""
-    found = measured.copies or map(blocks, measured.texts, measured.drafts)
-    for text, own_blocks in zip(measured.texts, found, strict=True):
+    for text, drafts in zip(measured.texts, measured.drafts, strict=True):
         tokens, start = text.tokens.tolist(), text.prompt_length
         pieces = measured.pieces(tokens, start)
         spans = [("first", pieces[0], "the target's, from the prompt's own forward")]
-        for block in own_blocks:
-            source, proposal = ("copied", "copy") if block.is_copied else ("drafted", "draft")
+        for block in blocks(text, drafts):
             bonus = block.anchor + block.accepted + 1
             for k, piece in enumerate(pieces[block.anchor + 1 - start : bonus - start], 1):
-                kind = "a c" if block.is_copied else f"a p{k}"
-                spans.append((kind, piece, f"{source} token {k} of its block, kept"))
+                spans.append((f"a p{k}", piece, f"drafted token {k} of its block, kept"))
             if bonus >= len(tokens):
                 continue
             before, wrong = tokens[:bonus], block.tokens[block.accepted :]
             kind, remark = "b", "bonus token after a block kept whole"
             if rejected := [measured.pieces([*before, token], bonus)[0] for token in wrong]:
                 rest = f", then {_quoted(''.join(rejected[1:]))}" if rejected[1:] else ""
-                kind, remark = "b r", f"bonus token; {proposal}, rejected: {_quoted(rejected[0])}{rest}"
+                kind, remark = "b r", f"bonus token; draft, rejected: {_quoted(rejected[0])}{rest}"
             spans.append((kind, pieces[bonus - start], remark))
         yield measured.decode(tokens[:start]), spans
 

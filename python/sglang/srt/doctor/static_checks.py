@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS
@@ -15,13 +14,12 @@ from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_tensors import (
     VOCABULARY_MAPS,
     has_checked_values,
-    is_ignored,
     value_problems,
     vocabulary_problems,
 )
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.configs.target_fit import depth_problem, vocabulary_difference
-from sglang_dflash.srt.doctor.inputs import Checkpoint
+from sglang_dflash.srt.doctor.inputs import Checkpoint, mask_tokens
 from sglang_dflash.srt.doctor.pair import (
     FETCH_AGAIN,
     OR_OTHER_TARGET,
@@ -39,22 +37,16 @@ _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 
 def findings(pair: Pair) -> list[Finding]:
     """List all findings that need no model, faults first. Raises BadInput."""
-    _quantised_tensors(pair.draft)  # reads all headers: an unreadable file comes first
     found = [*pair.config_faults, *_check_quantisation(pair), *_check_provenance(pair)]
-    if pair.parsed_draft is not None:
+    if pair.is_parsed:
         found += _check_tensors(pair)
         found += [*_check_vocabulary(pair), *_check_head(pair), *_check_mask_token(pair)]
-        found += [*_check_layer_ids(pair), *_check_rope(pair), *_check_dtypes(pair)]
+        found += [*_check_layer_ids(pair), *_check_rope(pair)]
     return sorted(found, key=lambda finding: finding.level)
 
 
 def _check_tensors(pair: Pair) -> Iterator[Finding]:
-    if pair.draft.truncated:
-        first, *others = sorted(set(pair.draft.truncated))
-        more = f" and {len(others)} other tensor{'s' * (len(others) > 1)}" if others else ""
-        problem = f"{first}{more}: cut off, the file ends before its bytes do"
-        yield fault(problem, "Fetch the draft again", is_fatal=True)
-    found = pair.packed_modules()
+    found = pair.packed_modules
     for problem in found.problems:
         yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
     if found.unknown and not found.problems:
@@ -62,17 +54,12 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
         yield fault(problem, "If the draft was trained with them, it is of another format")
     for name, tensor in pair.draft.tensors.items():
         if has_checked_values(name, tensor.shape) and _is_readable(pair.draft, name):
-            for problem in value_problems(name, _read(pair.draft, name)):
+            for problem in value_problems(name, pair.draft.read(name)):
                 yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
 
 
-def _quantised_tensors(checkpoint: Checkpoint) -> list[str]:
-    tensors = checkpoint.tensors.items()
-    return [name for name, t in tensors if t.dtype not in FLOATS and name not in VOCABULARY_MAPS]
-
-
 def _check_quantisation(pair: Pair) -> Iterator[Finding]:
-    if pair.parsed_draft is not None and (schemes := pair.packed_modules().schemes):
+    if pair.is_parsed and (schemes := pair.packed_modules.schemes):
         counts = Counter(scheme.name for scheme in schemes.values())
         listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
         yield note(
@@ -81,19 +68,11 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
             "lost",
         )
     configs = (vars(pair.text_config), pair.target.config)
-    if not any(config.get("quantization_config") for config in configs):
-        return
-    yield note(
-        "the target is quantised",
-        "The draft was trained on the unquantised target's states, so some acceptance is lost",
-    )
-    if "lm_head.weight" not in pair.draft.tensors and pair.target.has_tensors:
-        heads = [name for name in _quantised_tensors(pair.target) if "lm_head." in name]
-        if heads:
-            yield note(
-                f"the target's head, which the draft borrows, is quantised ({heads[0]})",
-                "A target whose quantisation leaves lm_head alone keeps more of the acceptance",
-            )
+    if any(config.get("quantization_config") for config in configs):
+        yield note(
+            "the target is quantised",
+            "The draft was trained on the unquantised target's states, so some acceptance is lost",
+        )
 
 
 def _check_provenance(pair: Pair) -> Iterator[Finding]:
@@ -124,8 +103,8 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
 
 
 def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
-    config, tokens = pair.parsed.config, pair.text_config.vocab_size
-    maps = {name: _read(pair.draft, name) for name in VOCABULARY_MAPS if _is_readable(pair.draft, name)}
+    config, tokens = pair.config, pair.text_config.vocab_size
+    maps = {name: pair.draft.read(name) for name in VOCABULARY_MAPS if _is_readable(pair.draft, name)}
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
     problems = vocabulary_problems(config, tokens, pair.draft.tensors, d2t, t2d)
     yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
@@ -133,35 +112,33 @@ def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
         yield fault(difference, f"Unless only rows were added or cut off, {OR_OTHER_TARGET}")
     if problems or d2t is None or not config.has_own_vocabulary:
         return
-    ids = (d2t.long() + torch.arange(len(d2t))).numpy()
-    duplicates = len(ids) - len(np.unique(ids))
+    ids = d2t.long() + torch.arange(len(d2t))
+    duplicates = len(ids) - len(ids.unique())
     if duplicates:
         yield fault(f"d2t maps {duplicates} draft tokens to target tokens already taken", FETCH_AGAIN)
-    elif t2d is not None and not np.array_equal(np.flatnonzero(t2d.numpy()), ids):
+    elif t2d is not None and not torch.equal(t2d.nonzero()[:, 0], ids):
         yield fault("d2t maps to the tokens that t2d names, but in another order", FETCH_AGAIN)
 
 
 def _check_head(pair: Pair) -> Iterator[Finding]:
     """Compare the draft's head with the target's rows, at which training freezes it."""
-    config, head = pair.parsed.config, "lm_head.weight"
+    config, head = pair.config, "lm_head.weight"
     target_head = _target_head(pair)
     if target_head is None or not (_is_readable(pair.draft, head) and _is_readable(pair.target, target_head)):
         return
-    rows = np.unique(np.linspace(0, config.draft_vocab_size - 1, _SAMPLED_ROWS).astype(int))
-    ids = rows
+    rows = ids = torch.linspace(0, config.draft_vocab_size - 1, _SAMPLED_ROWS).long().unique()
     if config.has_own_vocabulary:
         if not _is_readable(pair.draft, "d2t"):
             return
         offsets = pair.draft.read("d2t")
         if len(offsets) != config.draft_vocab_size:
             return
-        ids = rows + offsets[rows].astype(np.int64)
+        ids = rows + offsets[rows].long()
     drafts, targets = pair.draft.tensors[head].shape, pair.target.tensors[target_head].shape
     if drafts[1:] != targets[1:] or drafts[0] <= rows.max() or ids.min() < 0 or ids.max() >= targets[0]:
         return  # reported by other checks
-    ours, theirs = pair.draft.read(head, rows), pair.target.read(target_head, ids)
-    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
-    cosine = float(np.mean((ours * theirs).sum(axis=1) / np.maximum(norms, 1e-12)))
+    ours, theirs = pair.draft.read(head, rows.tolist()), pair.target.read(target_head, ids.tolist())
+    cosine = torch.cosine_similarity(ours.float(), theirs.float()).mean().item()
     if cosine < _SAME_ROWS:
         mapped = " that d2t maps them to: d2t is wrong, or" if config.has_own_vocabulary else ":"
         yield fault(
@@ -172,30 +149,30 @@ def _check_head(pair: Pair) -> Iterator[Finding]:
 
 
 def _check_mask_token(pair: Pair) -> Iterator[Finding]:
-    tokenizer, mask = pair.target.tokenizer, pair.parsed.mask_token_id
+    tokenizer, mask = pair.target.tokenizer, pair.config.mask_token_id
     if tokenizer is None:
         problem = "the target has no tokenizer.json, so the mask token has no name here"
         yield note(problem, "Check mask_token_id by hand")
         return
-    named = tokenizer.mask_tokens()
+    named, name = mask_tokens(tokenizer), tokenizer.convert_ids_to_tokens(mask)
     if mask in named:
         return
     known = ", ".join(f"{name} is {i}" for i, name in named.items())
-    if tokenizer.is_ordinary(mask):
+    if name is not None and mask not in tokenizer.added_tokens_decoder:
         otherwise = "Set the id of the token that the draft was trained with"
         yield fault(
-            f"mask_token_id {mask} is an ordinary piece of text, {tokenizer.name(mask)!r}",
+            f"mask_token_id {mask} is an ordinary piece of text, {name!r}",
             f"In the target's tokenizer {known}" if named else otherwise,
         )
     elif named:
         yield note(
-            f"mask_token_id {mask} is {tokenizer.name(mask) or 'no token of the tokenizer'}, though {known}",
+            f"mask_token_id {mask} is {name or 'no token of the tokenizer'}, though {known}",
             "Make sure that the draft was trained with it; --measure tries the other",
         )
 
 
 def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
-    config, depth = pair.parsed.config, pair.text_config.num_hidden_layers
+    config, depth = pair.config, pair.text_config.num_hidden_layers
     ids = config.target_layer_ids
     if problem := depth_problem(config, pair.text_config):
         yield fault(problem, config_advice(problem))
@@ -213,30 +190,10 @@ def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
 
 
 def _check_rope(pair: Pair) -> Iterator[Finding]:
-    hf_config = pair.parsed.hf_config
-    ours, theirs = _rope_theta(hf_config.to_dict()), _rope_theta(vars(pair.text_config))
+    ours, theirs = _rope_theta(pair.hf_config.to_dict()), _rope_theta(vars(pair.text_config))
     if ours is not None and theirs is not None and ours != theirs:
         problem = f"rope_theta is {ours:g} in the draft and {theirs:g} in the target"
         yield note(problem, "Make sure that it was trained so")
-    reach, wanted = (
-        hf_config.max_position_embeddings,
-        getattr(pair.text_config, "max_position_embeddings", None),
-    )
-    if wanted is not None and reach < wanted:
-        problem = f"the draft was made for up to {reach} positions, the target for {wanted}"
-        yield note(problem, f"Expect less acceptance beyond {reach} tokens")
-
-
-def _check_dtypes(pair: Pair) -> Iterator[Finding]:
-    tensors = pair.draft.tensors.items()
-    dtypes = sorted({t.dtype for name, t in tensors if t.dtype in FLOATS and not is_ignored(name)})
-    if len(dtypes) > 1:
-        problem = f"the draft's tensors are of several types ({', '.join(dtypes)})"
-        yield note(problem, "SGLang serves them all in one --dtype")
-    text = vars(pair.text_config)
-    if dtypes == ["F16"] and str(text.get("dtype") or text.get("torch_dtype")) == "bfloat16":
-        advice = "The draft runs in the target's dtype; export it in bfloat16"
-        yield note("the draft is float16, the target bfloat16", advice)
 
 
 def _target_head(pair: Pair) -> str | None:
@@ -248,12 +205,8 @@ def _target_head(pair: Pair) -> str | None:
     return None
 
 
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    return torch.tensor(checkpoint.read(name))
-
-
 def _is_readable(checkpoint: Checkpoint, name: str) -> bool:
-    if name not in checkpoint.tensors or name in checkpoint.truncated:
+    if name not in checkpoint.tensors:
         return False
     return checkpoint.tensors[name].dtype in FLOATS or name in VOCABULARY_MAPS
 

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,
     blocks,
-    blocks_with_copies,
     draft_everywhere,
     other_readings,
 )
@@ -55,12 +54,6 @@ def with_tensors(**tensors):
         return {name: t for name, t in (found | tensors).items() if t is not None}
 
     return change
-
-
-def swapped_layers(tensors):
-    return {
-        re.sub(r"layers\.([02])", lambda m: f"layers.{2 - int(m[1])}", name): t for name, t in tensors.items()
-    }
 
 
 def quantised(tensors):
@@ -190,11 +183,9 @@ def test_a_file_cut_short_is_named(tmp_path, capsys):
     draft = make_draft(tmp_path / "draft")
     data = (draft / "model.safetensors").read_bytes()
     (draft / "model.safetensors").write_bytes(data[: len(data) * 9 // 10])
-    assert examine(draft) == 1
-    assert re.search(
-        r"fault: \S+.*: cut off, the file ends before its bytes do\. Fetch the draft again",
-        capsys.readouterr().out,
-    )
+    assert examine(draft) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"doctor: .*model.safetensors is no safetensors file: .*file not fully covered", said)
 
 
 @pytest.mark.parametrize("draft", [SPECULATORS_DRAFT, PEAGLE_DRAFT], ids=lambda path: path.name)
@@ -263,13 +254,13 @@ BAD_INPUT = {
     "no tensors": (lambda p: folder_with(p / "d", config__json=CONFIG), "no safetensors file"),
     "no header": (
         lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"),
-        "not a safetensors file",
+        "model.safetensors is no safetensors file",
     ),
     "garbled header": (
         lambda p: folder_with(
             p / "d", config__json=CONFIG, model__safetensors=(4).to_bytes(8, "little") + b"oops"
         ),
-        "safetensors header cannot be read",
+        "model.safetensors is no safetensors file",
     ),
     "a file": (lambda p: DRAFT / "config.json", "a file, where the directory"),
     "another architecture": (lambda p: TARGET, "neither a DFlash nor a P-EAGLE draft.*Qwen3ForCausalLM"),
@@ -291,9 +282,12 @@ def test_bad_input_is_one_line(what, tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (["--html", "{}/nowhere/page.html"], "no such directory"),
-        (["--html", "{}"], "is a directory"),
-        (["--html", "/proc/page.html"], r"cannot be written \("),
+        (["--html", "{}/nowhere/page.html"], "No such file or directory: .*page.html"),
+        (["--html", "{}"], "Is a directory"),
+        (
+            ["--html", "/proc/page.html"],
+            "(No such file.*|denied): '/proc/page.html'",
+        ),
         (["--prompts", "{}/none.jsonl"], "No such file"),
         (["--prompts", "{}/bad.jsonl"], 'bad.jsonl:2: a prompt is an object with "text"'),
     ],
@@ -369,10 +363,6 @@ MEASURED = {
         lambda folder, base: make_draft(folder, base=base, dflash_config={"target_layer_ids": [0, 3, 6, 9]}),
         r"fits better with every target layer id one higher.*Add one to each",
     ),
-    "draft layers last to first": (
-        lambda folder, base: make_draft(folder, swapped_layers, base),
-        r"fits better with its own layers in reversed order.*Rename layers",
-    ),
     "target layers last to first": (
         lambda folder, base: make_draft(
             folder,
@@ -396,7 +386,7 @@ MEASURED_SELECTOR = {
         lambda folder, base: make_draft(
             folder, lambda t: t | {PREDECESSORS: t[SUCCESSORS], SUCCESSORS: t[PREDECESSORS]}, base
         ),
-        r"fits better with its selector's codebooks swapped.*Swap predecessor_codebook",
+        r"fits better without its selector.*fetch the draft again",
     ),
     # The shape is right, the order of the numbers is the other one.
     "a codebook transposed": (
@@ -561,25 +551,11 @@ def test_the_scale_of_embeddings(configured, scale, other, tmp_path):
     nested = {} if configured is None else {"dflash_config": {"input_embedding_scale": configured}}
     folder = make_draft(tmp_path / "draft", **nested)
     pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
-    table, parsed = torch.ones(4, 256), pair.parsed
-    draft = plain_draft(parsed.config, parsed.hf_config, {}, table, table, 3.0)
+    table = torch.ones(4, 256)
+    draft = plain_draft(pair.config, pair.hf_config, {}, table, table, 3.0)
     assert torch.equal(draft._embed(torch.tensor([1])), table[:1] * scale)
     found = [reading for reading in other_readings(draft, {}) if "embedding_scale" in reading.changes]
     assert len(found) == 1 and other in found[0].label
-
-
-def test_a_card_is_read():
-    expected = measure.expectation((DRAFT / "README.md").read_text())
-    assert expected.accept_length == 2.97 and expected.by_position == (
-        0.81,
-        0.53,
-        0.30,
-        0.16,
-        0.09,
-        0.05,
-        0.04,
-    )
-    assert measure.expectation("| Steps | Loss |\n|---|---|\n| 1 | 2.0 |") is None
 
 
 # --- the page ---
@@ -626,9 +602,7 @@ def test_measured_figures_as_json(bundled):
     assert readings["as configured"]["length"] == found.configured.length
     assert readings["as configured"]["by_position"] == list(found.configured.by_position)
     assert readings["layer ids one lower"]["gain"] == found.outcomes[1].evidence.gain
-    assert report["num_prompts"] == len(found.texts) and report["with_copies"] is None
-    card = found.expected  # not every draft has figures
-    assert report["card"] == (card and json.loads(json.dumps(asdict(card))))
+    assert report["num_prompts"] == len(found.texts)
 
 
 def test_the_program(tmp_path, capsys):
@@ -647,25 +621,8 @@ def test_the_program(tmp_path, capsys):
         "--device",
         "cpu",
     )
-    assert examine(SPECULATORS_DRAFT, "--copy-ahead", *arguments) in (
-        0,
-        1,
-    )  # two prompts are too few to promise nothing is found
+    # Two prompts are too few to promise that nothing is found.
+    assert examine(SPECULATORS_DRAFT, *arguments) in (0, 1)
     said = capsys.readouterr().out
     assert "Measured on 2 prompts" in said and "layer ids one lower" in said and "share kept" in said
-    assert "With copies from the text: accept length" in said
     ElementTree.fromstring(html.read_text())
-
-
-def test_copies_are_shown_as_such(bundled):
-    """The text is the same; its repeated part is copied, in no more blocks than were drafted."""
-    pair, found = bundled
-    with_copies = replace(found, copies=list(map(blocks_with_copies, found.texts, found.drafts)))
-    root = ElementTree.fromstring(page(pair, [], with_copies))
-    shown = ["".join(pre.itertext()) for pre in root.iter("pre")]
-    assert shown == [found.decode(answer.tokens.tolist()) for answer in found.texts]
-    copied = root.findall(".//pre/span[@class='a c']")
-    all_blocks = [block for own_blocks in with_copies.copies for block in own_blocks]
-    assert len(copied) == sum(block.accepted for block in all_blocks if block.is_copied) > 0
-    acceptance = with_copies.with_copies
-    assert acceptance.length > found.configured.length and 0 < acceptance.copied < 1
