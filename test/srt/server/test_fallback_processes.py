@@ -24,7 +24,7 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import entry_points, patch, patches
 
-for table in (*patches.TABLES.values(), patches.AT_FALLBACK):
+for table in patches.TABLES.values():
     for entry in table:
         if not entry.cpu_only:
             patch.resolve(entry.target)

@@ -7,6 +7,7 @@ is no fallback if a feature was requested that only our DFLASH has, or with `--s
 
 import copy
 import logging
+from importlib.metadata import version
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.support import (
@@ -83,7 +84,8 @@ def fall_back_on_unsupported_sglang(server_args: Any, what: str) -> None:
 
 def _decide_for_builtin(server_args: Any, found: list[Unsupported], level: int = logging.WARNING) -> None:
     lost = (*BUILTIN_LACKS, *(finding.drawback for finding in found if finding.drawback))
-    decision = Implementation.builtin(tuple(finding.what for finding in found), lost)
+    because = tuple(finding.what for finding in found)
+    decision = Implementation("sglang", version("sglang"), because, lost)
     decision.decide(server_args)
     DFlashOptions.FALLBACK.set(1)
     DFlashOptions.ADAPTIVE.clear()

@@ -5,9 +5,10 @@ one, else an option of `DFlashOptions`.
 """
 
 import argparse
+import functools
+import inspect
 import logging
 import os
-from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.srt.configs.quantization import PACKED
@@ -64,14 +65,18 @@ class _TurnOffAdaptive(_TurnOn):
         namespace.speculative_adaptive = False
 
 
-def adding_flags() -> Callable[..., None]:
-    """Build a wrapper of `ServerArgs.add_cli_args` that adds our flags."""
+def adding_flags() -> staticmethod:
+    """Return SGLang's `ServerArgs.add_cli_args`, extended by our flags."""
+    from sglang.srt.server_args import ServerArgs
 
-    def add_cli_args(original, parser):
+    original = inspect.unwrap(ServerArgs.add_cli_args)
+
+    @functools.wraps(original)
+    def add_cli_args(parser):
         original(parser)
         add_flags(parser)
 
-    return add_cli_args
+    return staticmethod(add_cli_args)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

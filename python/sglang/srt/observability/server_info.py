@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any
 
 from sglang_dflash import __version__
@@ -41,11 +40,6 @@ class Implementation:
         return bool(self.because)
 
     @classmethod
-    def builtin(cls, because: tuple[str, ...], lost: tuple[str, ...]) -> "Implementation":
-        """Return SGLang's own implementation."""
-        return cls("sglang", version("sglang"), because, lost)
-
-    @classmethod
     def from_server_args(cls, server_args: Any) -> "Implementation":
         """Return the decision on a record. Without one, our DFLASH serves."""
         return getattr(server_args, _ATTRIBUTE, None) or cls()
@@ -53,10 +47,6 @@ class Implementation:
     def decide(self, server_args: Any) -> None:
         """Write the decision on the record."""
         setattr(server_args, _ATTRIBUTE, self)
-
-    def report(self) -> dict[str, Any]:
-        """Return the decision for `/server_info`."""
-        return asdict(self)
 
 
 def check_ranks_run_ours() -> None:
@@ -78,30 +68,12 @@ def check_ranks_run_ours() -> None:
         ) from error
 
 
-def adding_worker_reports() -> Callable[[Any, dict], None]:
-    """Return SGLang's `_add_speculative`, extended by the worker's reports.
+def adding_reports() -> Callable[[Any, dict], None]:
+    """Return SGLang's `_add_speculative`, extended by who serves and why, and our worker's reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
     proposed, `speculative_plans` if FlashInfer plans blocks.
     """
-    original = adding_implementation()
-
-    @functools.wraps(original)
-    def add_speculative(self, state):
-        original(self, state)
-        worker = self.scheduler.draft_worker
-        reports = {
-            "speculative_width": worker.width_report,
-            "speculative_copy_ahead": worker.copy_report,
-            "speculative_plans": worker.plan_report,
-        }
-        state.update({name: report for name, report in reports.items() if report})
-
-    return add_speculative
-
-
-def adding_implementation() -> Callable[[Any, dict], None]:
-    """Return SGLang's `_add_speculative`, extended by the implementation that serves, and why."""
     from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
 
     original = inspect.unwrap(SchedulerInternalStateController._add_speculative)
@@ -109,8 +81,16 @@ def adding_implementation() -> Callable[[Any, dict], None]:
     @functools.wraps(original)
     def add_speculative(self, state):
         original(self, state)
-        state["speculative_implementation"] = Implementation.from_server_args(
-            self.scheduler.server_args
-        ).report()
+        implementation = Implementation.from_server_args(self.scheduler.server_args)
+        state["speculative_implementation"] = asdict(implementation)
+        if implementation.is_builtin:
+            return
+        worker = self.scheduler.draft_worker
+        reports = {
+            "speculative_width": worker.width_report,
+            "speculative_copy_ahead": worker.copy_report,
+            "speculative_plans": worker.plan_report,
+        }
+        state.update({name: report for name, report in reports.items() if report})
 
     return add_speculative

@@ -1,9 +1,9 @@
 """Decides whether our DFLASH can run on the installed SGLang.
 
 The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
-compares signatures. On a supported release only targets that are loaded are looked at, as another plugin may
-have replaced one of them. That takes milliseconds. On any other SGLang our worker is imported too, and each
-target of a scheduler is looked up. `tools/sglang_diff` compares the bodies of targets as well.
+compares signatures. On a supported release only required targets are looked up, as another plugin may have
+replaced one of them. On any other SGLang each target is, and our worker is imported too. `tools/sglang_diff`
+compares the bodies of targets as well.
 """
 
 import functools
@@ -15,7 +15,7 @@ from sglang_dflash import __version__
 from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
 from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import patch, patches
-from sglang_dflash.srt.plugins.patch import HELP, Mismatch, find_mismatch, installed_version, is_main_process
+from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version, is_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,14 @@ def why_off() -> str | None:
     If it can on a release that is not a supported one, a warning says so once.
     """
     version = installed_version()
-    if version in SUPPORTED:
-        return find_mismatch(patches.AT_WORKER, is_loaded_only=True)
+    is_supported = version in SUPPORTED
+    table = patch.relevant(patches.AT_LOAD + patches.AT_WORKER)
     try:
-        off = patch.missing_features(patch.relevant(patches.AT_LOAD + patches.AT_WORKER))
+        off = patch.missing_features([each for each in table if not (is_supported and each.feature)])
     except Mismatch as mismatch:
         return str(mismatch)
+    if is_supported:
+        return None
     try:
         importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
     except Exception as error:  # returned, and logged as the reason
@@ -67,7 +69,7 @@ def leave_to_sglang(server_args: Any) -> bool:
 
 
 def switch_off(error: Exception) -> None:
-    """Log why the plugin is not installed, and log it again if DFLASH is requested."""
+    """Log why the plugin is not installed."""
     if not is_main_process():  # the main process has logged it
         logger.debug("sglang-dflash is off", exc_info=error)
         return
@@ -79,20 +81,3 @@ def switch_off(error: Exception) -> None:
         reason.rstrip("."),
         HELP,
     )
-    _log_if_dflash_is_requested()
-
-
-def _log_if_dflash_is_requested() -> None:
-    try:
-        from sglang.srt.arg_groups.model_override_base import resolving_view
-        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-
-        @register_resolution_hook("handle_speculative_decoding")
-        def tell(server_args: Any, previous: Any) -> None:
-            if (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH":
-                logger.error(
-                    "DFLASH: SGLang's built-in implementation serves this server: sglang-dflash is off."
-                )
-            previous(server_args)
-    except (ImportError, ValueError) as error:
-        logger.debug("SGLang %s has no such step: %s", installed_version(), error)

@@ -45,19 +45,10 @@ def install() -> None:
 
 
 def patch_at_load() -> None:
-    """Apply AT_LOAD, also in modules of SGLang that imported a replaced name before this call.
-
-    Raises:
-        Mismatch: DFLASH cannot be served. Then nothing has been patched, except what a CPU needs.
-    """
+    """Apply AT_LOAD, also in modules of SGLang that imported a replaced name before this call."""
     from sglang_dflash.srt.plugins import patch, patches
 
-    try:
-        replaced = patch.install(patches.AT_LOAD)
-    except patch.Mismatch:
-        patch.rebind_importers(patch.install([each for each in patches.AT_LOAD if each.cpu_only]))
-        raise
-    patch.rebind_importers(replaced)
+    patch.rebind_importers(patch.install(patches.AT_LOAD))
     if DFlashOptions.FALLBACK.get():
         patch.install(patches.AT_FALLBACK)
 

@@ -7,7 +7,6 @@ SGLang's own HookRegistry is not used. For every hook it walks all attributes of
 process of a server. That takes ten times as long as the rest of our installation.
 """
 
-import functools
 import importlib.metadata
 import inspect
 import logging
@@ -36,28 +35,26 @@ class Patch:
     Attributes:
         target: Dotted path of a callable.
         why: Reason for the patch.
-        build: Returns the hook or the new value, when the patch is applied. Imports wait until then.
-        kind: "around" wraps a method, "replace" rebinds a name, "class" rebinds a class.
+        build: Returns the new value, when the patch is applied. Imports wait until then.
         remove_when: State of SGLang in which the patch is not needed any more.
         upstream: Proposal for that state, a link or a text in our docs.
         until: First release of SGLang that does not need the patch. None: every supported release needs it.
         feature: Feature that is off if the target is missing or has changed. None: DFLASH cannot be served
             without the patch.
         signature: The target's parameters. For a class only those that SGLang passes. None: unknown.
-        also: Other parameters that the target has in a supported SGLang. The hook takes them too.
+        is_class: Whether the target is a class.
         cpu_only: Whether only the CPU runtime needs the patch.
     """
 
     target: str
     why: str
     build: Callable[[], Any]
-    kind: str = "replace"
     remove_when: str
     upstream: str
     until: str | None = None
     feature: str | None = None
     signature: str | None = None
-    also: str | None = None
+    is_class: bool = False
     cpu_only: bool = False
 
     @property
@@ -68,7 +65,7 @@ class Patch:
     @property
     def parameters(self) -> list[str]:
         """The names in the signature."""
-        return _names(self.signature)
+        return [name for name in (self.signature or "").strip("()").split(", ") if name]
 
     def is_needed_on(self, version: str) -> bool:
         """Tell whether this release of SGLang needs the patch."""
@@ -76,15 +73,9 @@ class Patch:
 
     def accepts(self, parameters: list[str]) -> bool:
         """Tell whether a target with these parameters is the one that the patch was written for."""
-        if self.signature is None:
-            return True
-        if self.kind == "class":
+        if self.is_class:
             return set(self.parameters) <= set(parameters)
-        return parameters in [_names(one) for one in (self.signature, self.also) if one is not None]
-
-
-def _names(signature: str | None) -> list[str]:
-    return [name for name in (signature or "").strip("()").split(", ") if name]
+        return self.signature is None or self.parameters == parameters
 
 
 def load_ours(path: str) -> Callable[[], Any]:
@@ -148,7 +139,7 @@ def install(table: Sequence[Patch]) -> list[tuple[Any, Any]]:
     """Check all patches of a table, then apply them in this process.
 
     Returns:
-        The old and the new value of every replaced name.
+        The old and the new value of every name of a module. Other modules may have imported it.
 
     Raises:
         Mismatch: A required patch cannot be made. Then no patch of the table is made.
@@ -163,22 +154,10 @@ def install(table: Sequence[Patch]) -> list[tuple[Any, Any]]:
     replaced = []
     for patch, value in built:
         owner, target = resolve(patch.target)
-        if patch.kind == "around":
-            _wrap(owner, patch.name, target, value)
-            continue
         setattr(owner, patch.name, value)
-        if patch.kind == "replace":
+        if isinstance(owner, ModuleType):
             replaced.append((target, value))
     return replaced
-
-
-def _wrap(owner: Any, name: str, original: Callable[..., Any], hook: Callable[..., Any]) -> None:
-    @functools.wraps(original)
-    def wrapped(*args, **kwargs):
-        return hook(original, *args, **kwargs)
-
-    is_static = isinstance(vars(owner)[name], staticmethod)
-    setattr(owner, name, staticmethod(wrapped) if is_static else wrapped)
 
 
 def rebind_importers(replaced: list[tuple[Any, Any]]) -> None:
@@ -199,7 +178,7 @@ def check(patch: Patch) -> None:
         _, target = resolve(patch.target)
     except (ImportError, AttributeError) as error:
         raise Mismatch(f"SGLang has no {patch.target} to change ({error}). Reason: {patch.why}") from error
-    if patch.signature is None:
+    if patch.signature is None:  # a method of PyTorch, whose signature Python cannot inspect
         return
     parameters = list(inspect.signature(inspect.unwrap(target)).parameters)
     if not patch.accepts(parameters):
@@ -222,31 +201,3 @@ def missing_features(patches: Sequence[Patch]) -> dict[str, str]:
                 raise
             missing.setdefault(patch.feature, str(mismatch))
     return missing
-
-
-def find_mismatch(patches: Sequence[Patch], is_loaded_only: bool = False) -> str | None:
-    """Return why a required patch of a process to come cannot be made. None: each can.
-
-    Files do not show what another plugin has replaced at run time. That plugin has done so in this process
-    too, because SGLang loads plugins in all processes.
-
-    Args:
-        patches: Tables of the process to come.
-        is_loaded_only: Check only targets whose modules are loaded. No other target can have been replaced.
-    """
-    for patch in relevant(patches):
-        if patch.feature is None and not (is_loaded_only and not _is_loaded(patch.target)):
-            try:
-                check(patch)
-            except Mismatch as mismatch:
-                return str(mismatch)
-    return None
-
-
-def _is_loaded(path: str) -> bool:
-    """Tell whether the module of a dotted path is loaded, and has the next name of the path."""
-    parts = path.split(".")
-    for split in range(len(parts) - 1, 0, -1):
-        if (module := sys.modules.get(".".join(parts[:split]))) is not None:
-            return hasattr(module, parts[split])
-    return False

@@ -139,7 +139,6 @@ AT_LOAD = (
         remove_when="SGLang lets plugins declare flags",
         upstream="docs/dev/upstream/plugin-doors.md",
         feature="the flags of sglang-dflash on the command line (their environment variables work)",
-        kind="around",
         signature="(parser)",
         why="offer DFLASH's own flags on SGLang's command line",
         build=call_ours("srt.arg_groups.options.adding_flags"),
@@ -169,7 +168,18 @@ AT_FRONT_END = (
     ),
 )
 
+_REPORTS = Patch(
+    target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+    remove_when="workers and plugins can report to /server_info",
+    upstream="docs/dev/upstream/plugin-doors.md",
+    feature="DFLASH's reports in /server_info",
+    signature="(self, state)",
+    why="report in /server_info who serves and why, the verify width in force, and its reason",
+    build=call_ours("srt.observability.server_info.adding_reports"),
+)
+
 AT_WORKER = (
+    _REPORTS,
     Patch(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
         remove_when="SGLang's loader leaves a draft's packed tensors to its model",
@@ -221,7 +231,7 @@ AT_WORKER = (
         remove_when="SGLang passes the selector to each runner's updater, and answers errors of an update",
         upstream="docs/dev/upstream/weight-updates.md",
         feature="weight updates of the draft from tensors",
-        kind="class",
+        is_class=True,
         signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
         "metrics_collector)",
         why="an updater gets tensors without the selector they were sent with; an error ends the scheduler",
@@ -255,34 +265,15 @@ AT_WORKER = (
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
         remove_when="graphs are captured with the worker's own input",
         upstream="docs/dev/upstream/plugin-doors.md",
-        kind="class",
+        is_class=True,
         signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "
         "ragged_verify_layout)",
         why="SGLang builds one to capture CUDA graphs with; replays need the class that we run",
         build=load_ours("srt.speculative.dflash_info.DFlashVerifyInput"),
     ),
-    Patch(
-        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
-        remove_when="workers can report to /server_info",
-        upstream="docs/dev/upstream/plugin-doors.md",
-        feature="DFLASH's reports in /server_info",
-        signature="(self, state)",
-        why="report the verify width in force, and its reason, in /server_info",
-        build=call_ours("srt.observability.server_info.adding_worker_reports"),
-    ),
 )
 
-AT_FALLBACK = (
-    Patch(
-        target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
-        remove_when="SGLang reports the plugin that serves",
-        upstream="docs/dev/upstream/plugin-doors.md",
-        feature="DFLASH's reports in /server_info",
-        signature="(self, state)",
-        why="report in /server_info that SGLang's own DFLASH serves, and because of what",
-        build=call_ours("srt.observability.server_info.adding_implementation"),
-    ),
-)
+AT_FALLBACK = (_REPORTS,)
 
 TABLES = {
     "AT_LOAD": AT_LOAD,

@@ -7,7 +7,6 @@ whole record.
 import ast
 import copy
 import inspect
-import json
 import logging
 import pickle
 from collections import Counter
@@ -34,7 +33,7 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.server_info import (
     Implementation,
-    adding_implementation,
+    adding_reports,
     check_ranks_run_ours,
 )
 from sglang_dflash.srt.plugins import algorithm, entry_points, patch, patches
@@ -308,10 +307,9 @@ def test_a_refusal_names_both_reasons(name, tmp_path):
 
 def test_children_learn_the_decision():
     record = pickle.loads(pickle.dumps(resolve(record_of(attn_cp_size=2))))
-    report = Implementation.from_server_args(record).report()
-    assert report["name"] == "sglang" and "--attn-cp-size" in report["because"][0]
-    assert json.loads(json.dumps(report))["lost"]
-    assert Implementation.from_server_args(record_of()).report()["name"] == "sglang-dflash"
+    decision = Implementation.from_server_args(record)
+    assert decision.name == "sglang" and "--attn-cp-size" in decision.because[0] and decision.lost
+    assert Implementation.from_server_args(record_of()).name == "sglang-dflash"
 
 
 def targets_of(table) -> dict:
@@ -363,10 +361,12 @@ def test_a_rank_that_runs_another_implementation_ends_the_start(monkeypatch):
 @pytest.mark.parametrize("arguments, name", [({}, "sglang-dflash"), ({"attn_cp_size": 2}, "sglang")])
 def test_server_info_says_who_serves(arguments, name):
     scheduler = SimpleNamespace(
-        spec_algorithm=SpeculativeAlgorithm.NONE, server_args=resolve(record_of(**arguments))
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        server_args=resolve(record_of(**arguments)),
+        draft_worker=SimpleNamespace(width_report={}, copy_report={}, plan_report={}),
     )
     state: dict = {}
-    adding_implementation()(SimpleNamespace(scheduler=scheduler), state)
+    adding_reports()(SimpleNamespace(scheduler=scheduler), state)
     assert state["speculative_implementation"]["name"] == name
 
 
@@ -608,8 +608,6 @@ VERDICTS = {
     ("configs/checkpoint.py", "weight_files"): [BROKEN + "no weights"],
     ("configs/checkpoint.py", "_indexed"): [BROKEN + "a wrong index"] * 2,
     ("configs/checkpoint.py", "_safetensors"): [BROKEN + "no tensors"],
-    ("configs/checkpoint.py", "safetensors_headers"): [BROKEN + "no tensors"] * 2,
-    ("configs/checkpoint.py", "read_rows"): [BROKEN + "an element type that the doctor cannot read"],
     ("configs/checkpoint.py", "_pickled"): [BROKEN + "no tensors"] * 2,
     ("arg_groups/fallback.py", "fall_back_if_unsupported"): [BY_BOTH + "pipeline parallelism"],
     ("arg_groups/fallback.py", "fall_back_on_unsupported_sglang"): [BY_NAME + "options on another SGLang"],

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import ROOT
-from sglang.srt.arg_groups import model_override_base
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.servers import run_to_end
 
@@ -30,7 +29,7 @@ def name_of(entry: Patch) -> str:
     return entry.name
 
 
-@pytest.mark.parametrize("entry", [*PATCHES, *patches.AT_FALLBACK], ids=name_of)
+@pytest.mark.parametrize("entry", PATCHES, ids=name_of)
 def test_an_entry(entry):
     """Check the entry's target, its reason and the signature of its hook."""
     patch.check(entry)
@@ -44,19 +43,18 @@ def test_an_entry(entry):
         assert callable(target) and callable(value)
         return
     parameters = list(inspect.signature(value).parameters)
-    if entry.kind == "class":
-        assert inspect.isclass(value) and set(entry.parameters) <= set(parameters)
-        return
-    extra = {"around": ["original"], "replace": []}[entry.kind]
-    # A hook that passes on whatever its target takes has the parameters of this SGLang.
-    assert parameters[: len(extra)] == extra and entry.accepts(parameters[len(extra) :])
+    assert inspect.isclass(value) == inspect.isclass(target) == entry.is_class
+    assert entry.accepts(parameters)
 
 
 def test_kinds_and_times():
-    """At load the plugin patches what a CPU lacks, and the flags; the rest waits for a DFLASH worker."""
+    """At load the plugin patches what a CPU lacks, and the flags; the rest waits for a DFLASH worker.
+
+    A name that modules import is patched at load only for a CPU: on a GPU nothing looks for importers.
+    """
     others = [entry for entry in patches.AT_LOAD if not entry.cpu_only]
-    assert [entry.kind for entry in others] == ["around"]
-    assert {entry.kind for entry in patches.AT_WORKER} <= {"replace", "class"}
+    assert [entry.name for entry in others] == ["add_cli_args"]
+    assert not [entry for entry in others if inspect.ismodule(patch.resolve(entry.target)[0])]
 
 
 def test_how_many_and_where():
@@ -275,13 +273,6 @@ def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, capl
     assert "validate_dflash_request takes (request), expected (req, enable_overlap)" in line
 
 
-def test_a_target_that_is_not_loaded_is_not_imported_on_an_unchanged_release(monkeypatch):
-    entry = next(entry for entry in patches.AT_WORKER if entry.name == "DFlashVerifyInput")
-    elsewhere = dataclasses.replace(entry, target="sglang.srt.no_such_module.DFlashVerifyInput")
-    assert patch.find_mismatch([elsewhere], is_loaded_only=True) is None
-    assert "no_such_module" in patch.find_mismatch([elsewhere])
-
-
 def test_a_worker_that_cannot_be_imported_is_found_in_the_launcher(as_another_sglang, monkeypatch, caplog):
     """A name that our files import may be there in the file, and fail to be imported."""
     as_another_sglang("0.5.99")
@@ -313,9 +304,7 @@ from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import patch, patches
 from sglang.srt.plugins import load_plugins
-entries = [entry for entry in patches.AT_LOAD if entry.kind == "replace"]
-assert all(entry.cpu_only for entry in entries)
-entries = patch.relevant(entries)
+entries = patch.relevant([entry for entry in patches.AT_LOAD if entry.cpu_only])
 targets = {entry.target: patch.resolve(entry.target)[1] for entry in entries}
 load_plugins()
 for target, old in targets.items():
@@ -371,24 +360,6 @@ def test_any_other_failure_leaves_the_server_to_sglang(monkeypatch, caplog):
         raise ValueError("half a hook")
 
     monkeypatch.setattr(entry_points, "patch_at_load", fail)
-    monkeypatch.setattr(compatibility, "_log_if_dflash_is_requested", lambda: None)
     entry_points.install()
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "is off" in line and "ValueError: half a hook" in line
-
-
-def test_a_server_that_asked_for_dflash_hears_more(monkeypatch, caplog):
-    from sglang.srt.arg_groups import resolution_hooks
-
-    monkeypatch.setattr(resolution_hooks, "_HOOKS", {})
-    monkeypatch.setattr(model_override_base, "resolving_view", lambda record: record)
-    compatibility.switch_off(patch.Mismatch("something is gone"))
-
-    def handle_speculative_decoding(record):
-        record.is_resolved = True
-
-    for name, lines in ((None, 1), ("EAGLE", 1), ("DFLASH", 2)):
-        record = SimpleNamespace(speculative_algorithm=name)
-        resolution_hooks.run_hook(handle_speculative_decoding, record)
-        assert record.is_resolved and len(caplog.records) == lines
-    assert "built-in" in caplog.records[-1].getMessage()
