@@ -221,9 +221,10 @@ def test_a_server_command_resolves_to_dflash_with_its_draft(text, resolved):
     assert found["speculative_num_draft_tokens"] == (int(given.group(1)) if given else 8)
 
 
-def test_metrics_in_the_text_exist():
+def test_metrics_in_the_text_exist(monkeypatch):
     registry = CollectorRegistry()
-    DFlashMetrics(7, {"model_name": "tiny"}, registry)
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    DFlashMetrics(7, {"model_name": "tiny"})
     existing = set(re.findall(r"sglang:spec_\w+", generate_latest(registry).decode()))
     named = {name for page in PAGES for name in re.findall(r"sglang:spec_\w+", page.read_text())}
     assert named and not named - existing

@@ -21,13 +21,15 @@ DASHBOARD = ROOT / "docs" / "grafana-dashboard.json"
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
+def registry(monkeypatch) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    monkeypatch.setattr("prometheus_client.REGISTRY", registry)
+    return registry
 
 
 @pytest.fixture
 def metrics(registry) -> DFlashMetrics:
-    return DFlashMetrics(BLOCK_SIZE - 1, LABELS, registry)
+    return DFlashMetrics(BLOCK_SIZE - 1, LABELS)
 
 
 def test_counts_are_sums_over_blocks(metrics, registry):
@@ -85,7 +87,7 @@ def test_proposals_are_counted_by_source(metrics, registry):
 def test_fallbacks_are_counted_by_reason_and_logged_once(metrics, registry, caplog):
     assert FALLBACKS
     for reason in FALLBACKS:
-        metrics.count_fallback(reason)
+        metrics.count_fallback(reason, blocks=1)
         metrics.count_fallback(reason, blocks=6)
         assert registry.get_sample_value("sglang:spec_fallbacks_total", {**LABELS, "reason": reason}) == 7
     assert [reason for record in caplog.records for reason in FALLBACKS if reason in record.message] == list(
@@ -95,7 +97,7 @@ def test_fallbacks_are_counted_by_reason_and_logged_once(metrics, registry, capl
 
 def test_an_unknown_fallback_is_an_error(metrics):
     with pytest.raises(KeyError):
-        metrics.count_fallback("felt like it")
+        metrics.count_fallback("felt like it", blocks=1)
 
 
 def test_a_server_without_metrics_still_logs_fallbacks(caplog):
@@ -103,7 +105,7 @@ def test_a_server_without_metrics_still_logs_fallbacks(caplog):
     silent.count_verified([1, 2], [7, 7])
     silent.count_source("copy", 1, 7, 3)
     silent.count_undrafted(1)
-    silent.count_fallback(next(iter(FALLBACKS)))
+    silent.count_fallback(next(iter(FALLBACKS)), blocks=1)
     assert len(caplog.records) == 1
 
 

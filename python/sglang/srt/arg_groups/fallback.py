@@ -122,18 +122,17 @@ def _forbidding_options() -> list[str]:
     """Name the requested options that forbid the fallback. A strict server names one."""
     if DFlashOptions.STRICT.get():
         return ["--speculative-dflash-strict forbids it"]
-    named = []
-    if DFlashOptions.COPY_AHEAD.get():
-        named.append("--speculative-copy-ahead")
-    if DFlashOptions.DRAFT_SAMPLE_METHOD.get() == "probabilistic":
-        named.append("--speculative-draft-sample-method probabilistic")
-    for option, flag in (
-        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "--speculative-draft-temperature-scale"),
-        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "--speculative-draft-sampled-slots"),
-        (DFlashOptions.DRAFT_HEAD_DTYPE, "--speculative-draft-head-dtype"),
-    ):
-        if option.get() != option.default:
-            named.append(flag)
+    named = [
+        flag
+        for flag, option, harmless in (
+            ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD, ()),
+            ("--speculative-draft-sample-method", DFlashOptions.DRAFT_SAMPLE_METHOD, ("greedy",)),
+            ("--speculative-draft-temperature-scale", DFlashOptions.DRAFT_TEMPERATURE_SCALE, ()),
+            ("--speculative-draft-sampled-slots", DFlashOptions.DRAFT_SAMPLED_SLOTS, ()),
+            ("--speculative-draft-head-dtype", DFlashOptions.DRAFT_HEAD_DTYPE, ()),
+        )
+        if option.get() not in (option.default, *harmless)
+    ]
     return [f"it lacks {name}, which was requested" for name in named]
 
 

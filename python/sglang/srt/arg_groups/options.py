@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.configs.quantization import PACKED
-from sglang_dflash.srt.environ import SOURCE, DFlashOptions, Option
+from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
 
 logger = logging.getLogger(__name__)
@@ -141,45 +141,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_adaptive_flags(server_args: Any) -> None:
-    """Keep the requested settings of adaptive width as an option.
+def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurrent: bool) -> None:
+    """Keep the settings of adaptive width as an option, if the server will run with it.
+
+    By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
+    a warning says so.
+
+    Args:
+        args: the server's; their `speculative_adaptive` is EAGLE's.
+        is_requested: whether `--speculative-adaptive` was given.
+        block_size: slots of a block, the anchor included.
+        is_recurrent: whether the target has recurrent states.
 
     Raises:
-        ValueError: The config file cannot be used.
+        ValueError: The config file cannot be used, or the block cannot hold a requested width.
     """
-    from sglang.srt.arg_groups.model_override_base import resolving_view
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    args = resolving_view(server_args)
-    DFlashOptions.ADAPTIVE.clear()
     config = args.speculative_adaptive_config
-    if config is not None and not args.speculative_adaptive and DFlashOptions.NO_ADAPTIVE.get():
+    DFlashOptions.ADAPTIVE.clear()
+    if config is not None and not is_requested and DFlashOptions.NO_ADAPTIVE.get():
         raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
-    if config is None and not args.speculative_adaptive:
-        return
+    is_requested = is_requested or config is not None
     try:
         settings = AdaptiveSettings.read(config)
     except EagleSettingsError as error:
         logger.warning("DFLASH does not follow --speculative-adaptive-config %r: %s", config, error)
         settings = AdaptiveSettings()
-    settings.to_environment()
-    # SGLang's own switch means EAGLE's widths, policy and config file, from which it would size its buffers.
-    # Our widths never exceed a block.
-    declare_resolution(server_args, SOURCE, speculative_adaptive=False)
-
-
-def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> AdaptiveSettings | None:
-    """Return the settings that the server will run with, or None to verify whole blocks.
-
-    By default, adaptive width is on for a CPU unless it is impossible. If it was requested and is impossible,
-    a warning says so.
-
-    Raises:
-        ValueError: The block cannot hold a requested width.
-    """
-    if DFlashOptions.PLAIN_CYCLE.get():
-        return None
-    settings = AdaptiveSettings.from_environment()
+    if DFlashOptions.PLAIN_CYCLE.get() or (DFlashOptions.NO_ADAPTIVE.get() and not is_requested):
+        return
     impossible = _first(
         (is_recurrent and args.enable_linear_replayssm_spec, "not supported with ReplaySSM"),
         (
@@ -195,31 +183,26 @@ def resolve_adaptive(args: Any, block_size: int, is_recurrent: bool) -> Adaptive
             "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths",
         ),
     )
-    if settings is not None and impossible:
+    if impossible and is_requested:
         logger.warning("DFLASH verifies whole blocks: --speculative-adaptive is %s.", impossible)
-        DFlashOptions.ADAPTIVE.clear()
-        return None
-    if settings is None and not DFlashOptions.NO_ADAPTIVE.get():
-        reason = impossible or _first(
-            (
-                args.device != "cpu",
-                "off by default on a GPU until it has been measured on one (--speculative-adaptive)",
-            ),
-            (block_size == 1, "pointless with a block of 1"),
-            (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
-        )
-        if reason:
-            logger.info("DFLASH verifies whole blocks: adaptive width is %s.", reason)
-            return None
-        settings = AdaptiveSettings()
-        settings.to_environment()
-    if settings is not None:
-        logger.info(
-            "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
-            "(--no-speculative-adaptive: always all).",
-            list(settings.widths(block_size, args.device)),
-        )
-    return settings
+        return
+    off_by_default = _first(
+        (
+            args.device != "cpu",
+            "off by default on a GPU until it has been measured on one (--speculative-adaptive)",
+        ),
+        (block_size == 1, "pointless with a block of 1"),
+        (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
+    )
+    if not is_requested and (reason := impossible or off_by_default):
+        logger.info("DFLASH verifies whole blocks: adaptive width is %s.", reason)
+        return
+    settings.to_environment()
+    logger.info(
+        "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
+        "(--no-speculative-adaptive: always all).",
+        list(settings.widths(block_size, args.device)),
+    )
 
 
 def _first(*reasons: tuple[bool, str]) -> str | None:

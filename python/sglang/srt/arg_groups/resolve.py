@@ -8,13 +8,12 @@ import json
 import logging
 import math
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash.srt.arg_groups import draft_files
 from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization, check_draft_quantization
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
-    read_adaptive_flags,
     resolve_adaptive,
     resolve_plain_cycle,
     simulates_acceptance,
@@ -25,7 +24,6 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_kinds import read_draft_config
 from sglang_dflash.srt.configs.quantization import quantization_of
 from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences, find_mask_token
-from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
@@ -50,11 +48,18 @@ _IGNORED_FLAGS = (
 )
 
 
-def prepare(server_args: Any) -> bool:
+class Configs(NamedTuple):
+    """The target's text config, and the draft's config, which fits it."""
+
+    target: Any
+    draft: DFlashDraftConfig
+
+
+def prepare(server_args: Any) -> Configs | None:
     """Check the draft's path and decide who serves, before SGLang reads the draft's config.
 
     Returns:
-        Whether our DFLASH serves.
+        The configs of the pair. None: SGLang's built-in DFLASH serves.
 
     Raises:
         ValueError: A fault that no implementation could serve.
@@ -63,10 +68,15 @@ def prepare(server_args: Any) -> bool:
 
     args = resolving_view(server_args)
     _check_draft_is_there(args.speculative_draft_model_path)
-    if fall_back_if_unsupported(server_args, _find_unsupported(server_args, args)):
-        return False
-    read_adaptive_flags(server_args)
-    return True
+    if target := read_config(args.model_path, args.revision):
+        target_kind(target.get("architectures"))
+    if fall_back_if_unsupported(server_args, find_unsupported(server_args)):
+        return None
+    draft_files.check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    configs = load_and_check_configs(args)
+    if fall_back_if_unsupported(server_args, draft_attention_findings(args, configs.draft, configs.target)):
+        return None
+    return configs
 
 
 def _check_draft_is_there(path: str | None) -> None:
@@ -80,27 +90,17 @@ def _check_draft_is_there(path: str | None) -> None:
         raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
 
 
-def _find_unsupported(server_args: Any, args: Any) -> list[Unsupported]:
-    """List what our DFLASH does not serve.
+def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> None:
+    """Validate and complete DFLASH's arguments.
+
+    Args:
+        server_args: SGLang's record.
+        configs: those of the pair.
+        is_adaptive: whether `--speculative-adaptive` was given.
 
     Raises:
-        ValueError: No implementation serves it.
+        ValueError: The arguments have faults, which it names.
     """
-    target = read_config(args.model_path, args.revision)
-    if target is not None:
-        target_kind(target.get("architectures"))
-    found = find_unsupported(server_args)
-    if found:
-        return found
-    draft_files.check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-    if args.device == "cpu":
-        return []
-    target_config, draft = load_and_check_configs(args)
-    return draft_attention_findings(args, draft, target_config)
-
-
-def resolve_arguments(server_args: Any) -> None:
-    """Validate and complete DFLASH's arguments. Raises ValueError naming all faults."""
     from sglang.srt.arg_groups.model_override_base import (
         attention_backends_of,
         model_config_of,
@@ -113,7 +113,7 @@ def resolve_arguments(server_args: Any) -> None:
     args = resolving_view(server_args)
     _warn_of_ignored_flags(args)
     DraftSampling.from_environment()  # refuse a bad value before the workers read it
-    target_config, draft = load_and_check_configs(args)
+    target_config, draft = configs
     target_model = model_config_of(server_args)
     differing = differences(draft, target_config, target_model.context_len)
     for text in (*draft_files.assumed_in_file(args), *draft.assumed(), *differing):
@@ -124,7 +124,7 @@ def resolve_arguments(server_args: Any) -> None:
     is_recurrent = mambaish_config(target_model) is not None
     if is_recurrent:
         check_states_are_committed(target_model)
-    resolve_adaptive(args, block_size, is_recurrent)
+    resolve_adaptive(args, is_adaptive, block_size, is_recurrent)
     prefill_backend, _ = attention_backends_of(resolved_view(server_args))
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":
@@ -165,8 +165,8 @@ def resolve_arguments(server_args: Any) -> None:
     )
 
 
-def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
-    """Return the target's text config and the draft's config, which fits it.
+def load_and_check_configs(args: Any) -> Configs:
+    """Read the configs of the target and of the draft, which fit each other.
 
     Raises:
         DraftConfigError: The draft's config or files are not valid, or do not fit the target.
@@ -188,7 +188,7 @@ def load_and_check_configs(args: Any) -> tuple[Any, DFlashDraftConfig]:
     check_draft_quantization(args, quantization_of(draft, checkpoint))
     if draft_files.are_files_read(args):
         draft_files.check_draft_tensors(checkpoint, draft, config, target_text.vocab_size)
-    return target_text, config
+    return Configs(target_text, config)
 
 
 def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -> None:

@@ -30,13 +30,12 @@ class DFlashMetrics:
     accept-length gauge and log line, but not in the request's `meta_info`.
     """
 
-    def __init__(self, drafted_per_block: int, labels: dict[str, Any] | None, registry: Any = None):
+    def __init__(self, drafted_per_block: int, labels: dict[str, Any] | None):
         """Create the counters.
 
         Args:
             drafted_per_block: Drafted tokens of a whole block, without the anchor.
             labels: Labels of every counter; None counts nothing.
-            registry: A prometheus_client registry; None for the default one.
         """
         self._logged: set[str] = set()
         self._seen_blocks = self._seen_accepted = 0  # until they are judged
@@ -47,11 +46,9 @@ class DFlashMetrics:
         # share values.
         from prometheus_client import REGISTRY, Counter, Histogram
 
-        registry = registry or REGISTRY
-
         def counter(name: str, documentation: str, label: str = "") -> Counter:
             names = [*labels, label] if label else [*labels]
-            created = Counter(f"sglang:spec_{name}_total", documentation, names, registry=registry)
+            created = Counter(f"sglang:spec_{name}_total", documentation, names, registry=REGISTRY)
             return created if label else created.labels(**labels)
 
         self._labels = labels
@@ -69,7 +66,7 @@ class DFlashMetrics:
             "Most slots of a request verified by a cycle, the anchor counted.",
             list(labels),
             buckets=range(1, drafted_per_block + 2),
-            registry=registry,
+            registry=REGISTRY,
         ).labels(**labels)
         self._blocks = counter("source_blocks", "Blocks verified, by what proposed their tokens.", "source")
         self._proposed = counter("source_proposed_tokens", "Proposed tokens verified, by source.", "source")
@@ -156,7 +153,7 @@ class DFlashMetrics:
         if self._enabled:
             self._undrafted.inc(cycles)
 
-    def count_fallback(self, reason: str, blocks: int = 1) -> None:
+    def count_fallback(self, reason: str, blocks: int) -> None:
         """Count blocks that fell back, and log each reason of FALLBACKS once."""
         if reason not in self._logged:
             logger.warning("DFLASH falls back (%s): %s. Logged once.", reason, FALLBACKS[reason])

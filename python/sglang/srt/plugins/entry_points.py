@@ -146,21 +146,26 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     from sglang_dflash.srt.arg_groups import resolve
     from sglang_dflash.srt.plugins import algorithm, compatibility, patch, patches
 
-    if compatibility.leave_to_sglang(server_args) or not resolve.prepare(server_args):
+    configs = None if compatibility.leave_to_sglang(server_args) else resolve.prepare(server_args)
+    if configs is None:
         return previous(server_args)
     args = resolving_view(server_args)
     # SGLang's checks of these flags are for the algorithms that it knows. Our checks follow in `resolve`.
+    # Its adaptive widths are EAGLE's, from which it would size its buffers. Ours never exceed a block.
+    is_adaptive = args.speculative_adaptive
     unseen = {
         "speculative_draft_window_size": None,
         "speculative_draft_sink_size": None,
         "speculative_use_block_verification": False,
     }
     given = {name: getattr(args, name) for name in unseen}
-    declare_resolution(server_args, SOURCE, speculative_algorithm=algorithm.NAME, **unseen)
+    declare_resolution(
+        server_args, SOURCE, speculative_algorithm=algorithm.NAME, speculative_adaptive=False, **unseen
+    )
     previous(server_args)
     served = algorithm.ServedName("DFLASH")
     declare_resolution(server_args, SOURCE, speculative_algorithm=served, **given)
-    resolve.resolve_arguments(server_args)
+    resolve.resolve_arguments(server_args, configs, is_adaptive)
     patch.install(patches.AT_FRONT_END)
     algorithm.register_in_front_end()
 

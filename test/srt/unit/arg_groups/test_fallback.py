@@ -587,7 +587,7 @@ FALLBACK = "falls back: "  # a name in FALLBACKS: this refusal is left for a CPU
 
 # (file, function) -> a verdict for each `raise`, in order
 VERDICTS = {
-    ("arg_groups/options.py", "read_adaptive_flags"): [BY_NAME + "--no-speculative-adaptive"],
+    ("arg_groups/options.py", "resolve_adaptive"): [BY_NAME + "--no-speculative-adaptive"],
     ("arg_groups/checkpoint_detection.py", "_resolve_peagle"): [BY_NAME + "PEAGLE"] * 3,
     ("arg_groups/checkpoint_detection.py", "locate_verifier"): [BY_NAME + "a speculators --model-path"],
     ("arg_groups/checkpoint_detection.py", "_refuse_contradictions"): [BY_NAME + "a speculators --model-path"]

@@ -99,7 +99,14 @@ ON_A_CPU = SimpleNamespace(
     enable_lora=None,
     lora_paths=None,
     enable_linear_replayssm_spec=False,
+    speculative_adaptive_config=None,
 )
+
+
+def is_adaptive(args=ON_A_CPU, is_requested=False, block_size=8, is_recurrent=False) -> bool:
+    """Resolve adaptive width. Return whether the server will run with it."""
+    resolve_adaptive(args, is_requested, block_size, is_recurrent)
+    return AdaptiveSettings.from_environment() is not None
 
 
 @pytest.mark.parametrize(
@@ -114,15 +121,12 @@ ON_A_CPU = SimpleNamespace(
 )
 def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted, is_never):
     assert parser.parse_args(said).speculative_adaptive is is_wanted
-    if not is_wanted:
-        assert (resolve_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None) is is_never
-        assert (AdaptiveSettings.from_environment() is None) is is_never
+    assert is_adaptive(is_requested=is_wanted) is (is_wanted or not is_never)
 
 
 def test_a_plain_cycle_verifies_whole_blocks_on_a_cpu_too(parser, monkeypatch):
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
-    assert resolve_adaptive(ON_A_CPU, block_size=8, is_recurrent=False) is None
-    assert AdaptiveSettings.from_environment() is None
+    assert not is_adaptive() and not is_adaptive(is_requested=True)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +143,8 @@ def test_where_it_is_not_the_default_the_log_says_why(
 ):
     caplog.set_level("INFO")
     args = SimpleNamespace(**vars(ON_A_CPU) | arguments)
-    assert resolve_adaptive(args, block_size, is_recurrent) is None
+    assert not is_adaptive(args, block_size=block_size, is_recurrent=is_recurrent)
     assert reason in caplog.text
-    assert AdaptiveSettings.from_environment() is None
 
 
 @pytest.mark.parametrize(
@@ -159,11 +162,9 @@ def test_if_it_is_impossible_a_warning_says_so(
 ):
     monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", simulated)
     args = SimpleNamespace(**vars(ON_A_CPU) | arguments)
-    assert resolve_adaptive(args, 8, is_recurrent) is None
+    assert not is_adaptive(args, is_recurrent=is_recurrent)
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    AdaptiveSettings().to_environment()
-    assert resolve_adaptive(args, 8, is_recurrent) is None
-    assert AdaptiveSettings.from_environment() is None
+    assert not is_adaptive(args, is_requested=True, is_recurrent=is_recurrent)
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert "--speculative-adaptive is not supported" in warning.getMessage()
     assert reason in warning.getMessage()
