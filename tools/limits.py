@@ -130,6 +130,7 @@ def whole_blocks() -> str:
         enable_lora=False,
         lora_paths=None,
         device="cuda",
+        speculative_adaptive_config=None,
     )
     said = []
     changes: tuple[tuple[dict[str, Any], str], ...] = (
@@ -139,10 +140,10 @@ def whole_blocks() -> str:
         ({}, "4"),
     )
     for change, simulated in changes:
-        environment = {DFlashOptions.ADAPTIVE.variable: "{}", "SGLANG_SIMULATE_ACC_LEN": simulated}
+        environment = {"SGLANG_SIMULATE_ACC_LEN": simulated}
         args = SimpleNamespace(**served | change)
         with patch.dict(os.environ, environment), patch.object(options.logger, "warning") as warning:
-            options.resolve_adaptive(args, 8, is_recurrent=True)
+            options.resolve_adaptive(args, True, 8, is_recurrent=True)
         said.append(f"- {warning.call_args.args[1]}")
     return "\n".join(said)
 

@@ -4,6 +4,7 @@ They prove on a CPU what is served on CUDA: disaggregation and the hierarchical 
 A server loads either table by a patch of its name (server_patches/sitecustomize.py).
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +12,29 @@ from typing import Any
 from support.cpu_room import recurrent_targets, transfer
 
 from sglang_dflash.srt.hardware_backend.cpu import arguments
-from sglang_dflash.srt.plugins.patch import Patch
+from sglang_dflash.srt.plugins.patch import Patch, resolve
 from sglang_dflash.srt.plugins.patches import CpuPatch
 
 
-def _patch(target: str, ours: Callable[..., Any], kind: str = "replace") -> Patch:
-    """Patch a target whose parameters are ours; the hook of an "around" takes the original before them."""
-    parameters = list(inspect.signature(ours).parameters)[kind == "around" :]
+def _patch(target: str, ours: Callable[..., Any], is_around: bool = False) -> Patch:
+    """Patch a target whose parameters are ours. A function around it takes the original before them."""
+    parameters = list(inspect.signature(ours).parameters)[is_around:]
+
+    def build():
+        if not is_around:
+            return ours
+        _, original = resolve(target)
+
+        @functools.wraps(original)
+        def wrapped(*args, **kwargs):
+            return ours(original, *args, **kwargs)
+
+        return wrapped
+
     return CpuPatch(
         target=target,
-        kind=kind,
         signature=f"({', '.join(parameters)})",
-        build=lambda: ours,
+        build=build,
         why="SGLang's needs a GPU",
         remove_when="SGLang runs it on a CPU",
         upstream="docs/dev/upstream/cpu-operators.md",
@@ -39,8 +51,8 @@ TRANSFER = (
     _patch(f"{_HOST_POOL}.load_to_device_per_layer", transfer.restore_layer),
     _patch(f"{_HOST_POOL}.get_dummy_flat_data_page", transfer.empty_flat_page),
     _patch(f"{_NIXL}._normalize_kv_mem_kinds", transfer.normalize_kv_mem_kinds),
-    _patch(f"{_NIXL}.NixlKVManager.register_buffer_to_engine", transfer.register_host_memory, "around"),
-    _patch(f"{_NIXL}.NixlKVManager._prepare_payload_xfer", transfer.prepare_targets_layers, "around"),
+    _patch(f"{_NIXL}.NixlKVManager.register_buffer_to_engine", transfer.register_host_memory, is_around=True),
+    _patch(f"{_NIXL}.NixlKVManager._prepare_payload_xfer", transfer.prepare_targets_layers, is_around=True),
 )
 RECURRENT_TARGETS = (
     *(
@@ -55,7 +67,7 @@ RECURRENT_TARGETS = (
     _patch(
         "sglang.kernels.ops.attention.fla.fused_norm_gate.rms_norm_gated", recurrent_targets.rms_norm_gated
     ),
-    _patch("torch.get_device_module", recurrent_targets.get_device_module, "around"),
+    _patch("torch.get_device_module", recurrent_targets.get_device_module, is_around=True),
 )
 
 
