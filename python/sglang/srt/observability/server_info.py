@@ -69,7 +69,7 @@ def check_ranks_run_ours() -> None:
 
 
 def adding_reports() -> Callable[[Any, dict], None]:
-    """Return SGLang's `_add_speculative`, extended by who serves and why, and our worker's reports.
+    """Return SGLang's `_add_speculative`, extended by who serves, why, and reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
     proposed, `speculative_plans` if FlashInfer plans blocks.
