@@ -6,6 +6,8 @@
     python benchmark/bench.py --target T --draft D --prompts humaneval mine=FILE --concurrency 1 8
     python benchmark/bench.py --draft D1 D2                     # drafts side by side
     python benchmark/bench.py --peers     # also transformers, and llama.cpp and vLLM if they are installed
+    python benchmark/bench.py --peers --temperature 0 --max-new-tokens 128 --threads 2 \\
+        --servers none none-ours whole adaptive-copies          # what README's CPU row is from
     python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
 
 All servers run at the same time and are measured in turn, A B C A B C. A ratio is of two runs of the same
@@ -275,7 +277,7 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
                         print(report.line(load, loads), flush=True)
                 heading["minutes"] = round((time.perf_counter() - started) / 60, 1)
                 _write(heading, loads, file_name)
-    print(f"\n{report.table(loads)}\n{report.acceptance_table(loads)}")
+    print(f"\n{report.table(loads)}\n{report.step_table(loads)}\n{report.acceptance_table(loads)}")
     print(f"{heading['minutes']} minutes; written: benchmark/results/{file_name}.md, .json, .png")
     return 0
 

@@ -157,6 +157,22 @@ def phase_table(loads) -> str:
     return "\n".join(rows) + "\n"
 
 
+def step_table(loads) -> str:
+    """Format milliseconds a step of one greedy request: a cycle, or a token without speculation.
+
+    Prefill, scheduler and HTTP are included.
+    """
+    rows = ["| prompts | server | steps | ms a step | tokens a step |", "|---|---|---:|---:|---:|"]
+    alone = [load for load in loads if load.concurrency == 1 and not load.temperature]
+    for prompts, server in dict.fromkeys((x.prompts, x.server) for x in alone):
+        runs = [x for x in alone if (x.prompts, x.server) == (prompts, server)]
+        tokens = sum(x.output_tokens for x in runs)
+        steps = sum(sum(x.accepted) or x.output_tokens for x in runs)
+        values = f"{steps} | {1000 * sum(x.seconds for x in runs) / steps:.1f} | {tokens / steps:.2f}"
+        rows.append(f"| {prompts} | {server} | {values} |")
+    return "\n".join(rows) + "\n"
+
+
 def answers_table(loads) -> str:
     """Format how long the answers of the first server are, and how many of them the target ended."""
     first = names(loads)[0]
@@ -223,6 +239,9 @@ def markdown(heading: dict, loads, stem: str) -> str:
         "share of blocks in which the k-th drafted token was kept. Adaptive servers verify parts of blocks, "
         "and their accept length is of these.",
         acceptance_table(loads),
+        "## Milliseconds a step",
+        "One greedy request, with its prefill and HTTP. A step is a cycle, or a token without speculation.",
+        step_table(loads),
         "## Milliseconds per cycle",
         "Greedy. `rest` is the time outside the worker: scheduler, prefill, detokenizer, HTTP.",
         phase_table(loads),

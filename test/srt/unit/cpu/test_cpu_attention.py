@@ -5,6 +5,7 @@ Unwritten slots hold NaN, so a read out of bounds shows.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from support.engine import Pools
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.engine import Pools, start
 
 from sglang_dflash.srt.hardware_backend.cpu import attention
-from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, cuts_by_length
+from sglang_dflash.srt.hardware_backend.cpu.attention import (
+    TorchNativeSpecAttnBackend,
+    cuts_by_length,
+    is_needed,
+)
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16
@@ -286,3 +292,17 @@ def test_latent_keys():
     for request, (n, latent) in enumerate(zip(lengths, latents)):
         expected = attend(queries[request], latent, latent[..., :rank], n, True, None)
         torch.testing.assert_close(found[request].double(), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_server_without_a_draft_gets_it_on_request(monkeypatch):
+    """SGLang's own can run this model, so it does unless ours is asked for."""
+    start()
+    runner = SimpleNamespace(
+        spec_algorithm=SpeculativeAlgorithm.NONE,
+        use_mla_backend=False,
+        token_to_kv_pool=None,
+        model=torch.nn.Linear(1, 1),
+    )
+    assert not is_needed(runner)
+    monkeypatch.setenv("SGLANG_DFLASH_CPU_LAYERS", "1")
+    assert is_needed(runner)

@@ -274,6 +274,22 @@ def test_the_readme_has_greedy_speeds_with_and_without_copies():
     ]
 
 
+def test_a_step_is_a_cycle_or_a_token():
+    """Of one greedy request."""
+    alone = {"concurrency": 1}
+    loads = [
+        load("no speculation", 5, 0, **alone),
+        load("whole blocks", 2, 0, **alone, accepted=[10, 0, 30]),
+        load("whole blocks", 4, 1, **alone, accepted=[10, 0, 30]),
+        load("whole blocks", 9, 0, accepted=[1]),
+        load("whole blocks", 9, 0, **alone, accepted=[1], temperature=1.0),
+    ]
+    assert report.step_table(loads).splitlines()[2:] == [
+        "| chat | no speculation | 100 | 50.0 | 1.00 |",
+        "| chat | whole blocks | 80 | 75.0 | 2.50 |",
+    ]
+
+
 def test_phases_are_means_over_cycles():
     loads = [
         load("adaptive", 1, 0, cycles=10, phase_ms={"draft": 1.0, "rest": 4.0}),
