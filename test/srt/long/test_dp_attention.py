@@ -33,7 +33,7 @@ from sglang_dflash.srt.speculative import parallel
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.drafters import build
 from sglang_dflash.srt.speculative.drafters.build import SubgroupDrafter
-from sglang_dflash.srt.speculative.parallel import DraftRanks
+from sglang_dflash.srt.speculative.parallel import check_borrowed_layers
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
 DRAWN = ("--speculative-draft-sample-method", "probabilistic")
@@ -251,12 +251,8 @@ def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
     assert [tensor.numel() for tensor in empty] == [0, 0, 0, 0]
 
 
-def ranks(tp_group: object | None, attn_tp_size: int = 1) -> DraftRanks:
-    ranks = DraftRanks.__new__(DraftRanks)
-    ranks.layout = SimpleNamespace(
-        tp_group=tp_group, local_dp=tp_group is not None, attn_tp_size=attn_tp_size
-    )
-    return ranks
+def layout(tp_group: object | None, attn_tp_size: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(tp_group=tp_group, local_dp=tp_group is not None, attn_tp_size=attn_tp_size)
 
 
 def target(embedding: object, head: object) -> SimpleNamespace:
@@ -265,16 +261,11 @@ def target(embedding: object, head: object) -> SimpleNamespace:
 
 def test_a_head_split_over_all_ranks_cannot_be_borrowed():
     whole, split = SimpleNamespace(tp_size=1), SimpleNamespace(tp_size=2)
-    ranks("two").check_target(target(object(), whole))
+    check_borrowed_layers(layout("two"), target(object(), whole))
     with pytest.raises(ValueError, match="LM head is split over all ranks"):
-        ranks("two").check_target(target(whole, split))
+        check_borrowed_layers(layout("two"), target(whole, split))
     with pytest.raises(ValueError, match="embedding is split over all ranks"):
-        ranks("two").check_target(target(split, whole))
-
-
-def test_a_draft_on_fewer_ranks_has_no_graphs():
-    assert not ranks("two").may_capture(None, "cpu", 0)
-    assert ranks(None).may_capture(None, "cpu", 0)
+        check_borrowed_layers(layout("two"), target(split, whole))
 
 
 @pytest.mark.parametrize("tp_group", ["two", None])
@@ -288,11 +279,11 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
 
     monkeypatch.setattr(build, "run_as_draft", context)
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
-    own = ranks(tp_group)
+    own = layout(tp_group)
     drafter = build.build_drafter(MagicMock(), target(object(), object()), 4, own)
     assert drafter.num_draft_rows == 7
     assert isinstance(drafter, SubgroupDrafter) == (tp_group is not None)
     for method in ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit"):
         getattr(drafter, method)("argument")
         getattr(inner, method).assert_called_once_with("argument")
-    assert entered == ([own.layout] * 5 if tp_group is not None else [])
+    assert entered == ([own] * 5 if tp_group is not None else [])

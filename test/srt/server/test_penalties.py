@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 
 VOCAB = 12
@@ -130,7 +131,7 @@ def test_any_schedule_counts_emitted_tokens(data):
         ]
 
         def in_block(logits, batch=batch, block=block):
-            penalties.penalize_block(batch, block, logits)
+            penalties.penalize_block(batch, block, logits, whole_blocks(*block.shape))
             return logits
 
         assert_logits(before, [req for req in reqs for _ in range(width)], in_block)
@@ -167,7 +168,7 @@ def test_requests_that_another_server_prefilled():
     batch = batch_of(reqs, [2, 1], [4, 3])
     logits = torch.randn(2, VOCAB)
     expected = torch.stack([penalized(*row) for row in zip(logits, reqs, outputs, strict=True)])
-    penalties.penalize_block(batch, torch.tensor([[5], [7]]), logits)
+    penalties.penalize_block(batch, torch.tensor([[5], [7]]), logits, whole_blocks(2, 1))
     torch.testing.assert_close(logits, expected)
 
 

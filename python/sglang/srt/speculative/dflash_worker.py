@@ -25,6 +25,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.srt.compat import resolve_draft_layout
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     count_cycle_without_graph,
@@ -32,11 +33,10 @@ from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     plans_blocks,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, StepRelay
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, make_relay
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
 from sglang_dflash.srt.speculative.acceptance.rejection import rejection_rule
-from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
@@ -44,17 +44,25 @@ from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, C
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts, on_device
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, hold_request_rows
+from sglang_dflash.srt.speculative.dflash_utils import (
+    check_kv_budget,
+    has_room_for_draft_graphs,
+    hold_request_rows,
+)
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.context import VerifyTail
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
 from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
-from sglang_dflash.srt.speculative.parallel import DraftRanks, arrivals, run_idle
-from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of
-from sglang_dflash.srt.speculative.targets.recurrent import log_if_states_cap_batch, make_target_states
+from sglang_dflash.srt.speculative.parallel import (
+    arrivals,
+    as_draft,
+    run_idle,
+)
+from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of, requested_caps
+from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.width.controller import WholeBlocks, Width, plan_cycle
+from sglang_dflash.srt.speculative.width.controller import WholeBlocks, Width
 from sglang_dflash.srt.speculative.width.measure import make_width
 
 logger = logging.getLogger(__name__)
@@ -80,23 +88,19 @@ class DFlashWorker(BaseSpecWorker):
         # SGLang's metrics read the two other names.
         self.block_size = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.speculative_num_steps = spec.speculative_num_steps
-        self.ranks = DraftRanks()
-        self.draft_parallel_layout = self.ranks.layout  # SGLang sizes the draft's KV by it
-        self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, self.ranks)
+        # The ranks of the draft: the target's, or with DP attention those sharing requests. SGLang sizes the
+        # draft's KV by it.
+        self.draft_parallel_layout = resolve_draft_layout()
+        self._draft_worker = load_draft(
+            server_args, gpu_id, nccl_port, target_worker, self.draft_parallel_layout
+        )
         draft_runner = self._draft_worker.model_runner
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
-        self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, self.ranks)
+        self.drafter = build_drafter(
+            draft_runner, target_runner.model, self.block_size, self.draft_parallel_layout
+        )
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
-        self.acceptor = Acceptor(
-            target_runner.sampler,
-            target_runner.model_config.vocab_size,
-            self.tp_sync,
-            rejection_rule(spec),
-            SimulatedAcceptance.from_environment(),
-            self.metrics,
-            target_runner.model_config.context_len,
-        )
         self._width: Width = WholeBlocks(self.block_size)
         self._in_flight = CyclesInFlight()
         self.observers: list[CycleObserver] = []
@@ -127,7 +131,7 @@ class DFlashWorker(BaseSpecWorker):
         """Allocate the draft's KV pool on the target's slots, and the tables of request rows."""
         # If no request table is given, the draft's runner makes its own.
         table = None if self.drafter.has_own_table else req_to_token_pool
-        with self.ranks.as_draft():
+        with as_draft(self.draft_parallel_layout):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
@@ -137,20 +141,33 @@ class DFlashWorker(BaseSpecWorker):
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
-        self.acceptor.relay = StepRelay(num_rows, self.device)
+        self.acceptor = Acceptor(
+            target_runner.sampler,
+            target_runner.model_config.vocab_size,
+            self.tp_sync,
+            rejection_rule(get_spec()),
+            SimulatedAcceptance.from_environment(),
+            self.metrics,
+            target_runner.model_config.context_len,
+            make_relay(num_rows, self.device),
+        )
 
     def init_attention_backends(self):
         """Make the attention backends of both models."""
-        with self.ranks.as_draft(), self._with_draft_rows():
+        with as_draft(self.draft_parallel_layout), self._with_draft_rows():
             super().init_attention_backends()
-        self.target_states = make_target_states(self._target_worker, self.block_size)
+        self.target_states = RecurrentStates(self._target_worker, self.block_size)
         self._plans_within_bounds = plans_within_bounds(self.spec_v2_attn_backends, self.device)
         self._has_graph_plans = any(map(plans_blocks, self.spec_v2_attn_backends))
 
     def init_cuda_graphs(self):
         """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
-        captures = self.block_size > 1 and self.ranks.may_capture(self.tp_sync, self.device, self.gpu_id)
-        with self.ranks.as_draft(), self._with_draft_rows():
+        layout = self.draft_parallel_layout
+        # Not with DP attention: SGLang's graph runner asks every batch for the other ranks' rows, and the
+        # draft runs without those ranks.
+        captures = self.block_size > 1 and not layout.local_dp
+        captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
+        with as_draft(layout), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         target_runner = self._target_worker.model_runner
         copies_text = bool(DFlashOptions.COPY_AHEAD.get())
@@ -169,9 +186,11 @@ class DFlashWorker(BaseSpecWorker):
         result = super().prewarm_sampling()
         target_runner = self._target_worker.model_runner
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
-            with self.ranks.as_draft():
+            with as_draft(self.draft_parallel_layout):
                 prewarm_probabilistic_step(self.drafter.draw, target_runner, self.block_size)
-        if target_runner.req_to_token_pool.req_to_token.is_cuda and runs_cycles_alone(self.ranks):
+        if target_runner.req_to_token_pool.req_to_token.is_cuda and runs_cycles_alone(
+            self.draft_parallel_layout
+        ):
             warm_up(self)
         # Cycles until here have told SGLang that it may rewrite rows, which is not so in the first step.
         hold_request_rows(target_runner)
@@ -274,17 +293,22 @@ class DFlashWorker(BaseSpecWorker):
     def decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Run one cycle for each request of the batch, at the verify length that pays."""
         self._notify("on_begun", batch)
-        for requests in arrivals.take():
+        while arrivals:
+            requests = arrivals.pop(0)
             for table in self._row_tables:
                 table.admit_prefilled(requests)
-        plan = plan_cycle(self._width, batch, self.block_size, self.acceptor, self.copies)
-        self.speculative_num_draft_tokens = plan.verify_len
-        self._notify("on_length_chosen", batch, plan.verify_len)
+        caps = requested_caps(batch.reqs, self.block_size)
+        is_capped = bool(caps.min() < self.block_size - 1)
+        draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
+        plan = self._width.choose(batch, draws, self.copies.look_up(batch), caps)
+        verify_len = plan.layout.verify_len
+        self.speculative_num_draft_tokens = verify_len
+        self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, plan, on_publish, grammar_barrier)
         if self._has_graph_plans and not result.can_run_cuda_graph:
             count_cycle_without_graph(len(batch.reqs))
         cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
-        if self._plans_within_bounds or plan.verify_len == 1:
+        if self._plans_within_bounds or verify_len == 1:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs
         self._width.on_launched(plan)
         return result
@@ -305,23 +329,21 @@ class DFlashWorker(BaseSpecWorker):
         layout = cycle.layout
         self._notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
-        reads_chains = batch.has_grammar or need_tokens(batch.reqs)
+        has_processors = batch.sampling_info.has_custom_logit_processor
+        reads_chains = batch.has_grammar or (has_processors and need_tokens(batch.reqs))
         chains = GrammarTree.from_linear_chain(block.tokens) if reads_chains else None
-        target_out = verify(self._target_worker, self.target_states, batch, cycle, block)
+        if self.target_states.are_recurrent:
+            self.target_states.begin_verify(batch)
+        target_out = verify(self._target_worker, batch, cycle, block)
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self._notify("on_verified", batch, block, logits)
         constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, layout)
-        caps = None
-        if plan.caps is not None and (plan.caps < layout.num_draft_tokens).any():
-            caps = on_device(plan.caps, torch.int32, self.device)
-        masks = SamplingMasks.requested(batch.sampling_info, plan.verify_len)
-        accepted = self.acceptor.accept(batch, cycle, block, logits, caps, masks)
-        if masks is not None:
-            logits_output.sampling_mask_output = masks.output(accepted)
+        accepted = self.acceptor.accept(batch, cycle, block, logits_output, plan.caps)
         if Penalties.are_requested(batch.sampling_info):
             self.penalties.count_block(batch, accepted)
-        self.target_states.commit(batch, accepted.commit_lens)
+        if self.target_states.are_recurrent:
+            self.target_states.commit(batch, accepted.commit_lens)
         if on_publish is not None:
             on_publish(accepted.committed)
         if batch.return_logprob:
@@ -342,7 +364,7 @@ class DFlashWorker(BaseSpecWorker):
             next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
             new_seq_lens=accepted.committed,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=plan.verify_len,
+            speculative_num_draft_tokens=layout.verify_len,
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
@@ -353,6 +375,7 @@ class DFlashWorker(BaseSpecWorker):
         Returns the cycle, with the rows to verify; its blocks; whether the draft's forward ran.
         """
         runner, drafter, num_slots = self._target_worker.model_runner, self.drafter, self.block_size
+        verify_len = plan.layout.verify_len
         sampling_info = batch.sampling_info if plan.draws else None
         self.copies.choose(batch, plan.copies)
         if plan.copies is None:  # whole blocks of all requests
@@ -364,9 +387,9 @@ class DFlashWorker(BaseSpecWorker):
             verified = plan.layout.num_draft_tokens
             on_host = np.flatnonzero(drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies))
             drafted = on_device(on_host, torch.int64, self.device)
-            num_slots = self.block_size if len(on_host) or plan.verify_len > 1 else 1
+            num_slots = self.block_size if len(on_host) or verify_len > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        block = draft_subset(drafter, cycle, on_host, drafted, plan.verify_len, sampling_info, runner)
+        block = draft_subset(drafter, cycle, on_host, drafted, verify_len, sampling_info, runner)
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
         if drafted is not None:

@@ -22,42 +22,23 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
-from sglang_dflash.srt.compat import resolve_draft_layout, run_as_draft
+from sglang_dflash.srt.compat import run_as_draft
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, table_rows
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
-from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
 
-
-class Arrivals:
-    """Requests noted on the scheduler's stream, and taken on the forward's.
-
-    Until a running forward is over, a row of the request table may still belong to its former owner.
-    """
-
-    def __init__(self) -> None:
-        self._noted: list[PrefilledRequests] = []
-
-    def note(self, requests: PrefilledRequests) -> None:
-        """Append requests that were admitted together."""
-        self._noted.append(requests)
-
-    def take(self) -> list[PrefilledRequests]:
-        """Remove and return all."""
-        noted, self._noted = self._noted, []
-        return noted
-
-
-# A process has one worker.
-arrivals = Arrivals()
+# Requests that were admitted together, noted on the scheduler's stream and taken on the forward's: until a
+# running forward is over, a row of the request table may still belong to its former owner. A process has one
+# worker.
+arrivals: list[PrefilledRequests] = []
 
 
 def build_disagg_draft_input(
     batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any
 ) -> DFlashDraftInput:
     """Carry the requests of a "prebuilt" batch into their first cycle."""
-    arrivals.note(
+    arrivals.append(
         PrefilledRequests(
             reqs=list(batch.reqs),
             req_pool_indices=batch.req_pool_indices,
@@ -75,38 +56,25 @@ def build_disagg_draft_input(
     return draft_input
 
 
-class DraftRanks:
-    """Ranks of the draft: the target's, or with DP attention those sharing requests."""
+@contextlib.contextmanager
+def as_draft(layout: Any) -> Iterator[None]:
+    """Build and run the draft as if the ranks of its layout were all there are."""
+    with draft_pp_context(), run_as_draft(layout):
+        yield
 
-    def __init__(self) -> None:
-        self.layout = resolve_draft_layout()
 
-    @contextlib.contextmanager
-    def as_draft(self) -> Iterator[None]:
-        """Build and run the draft as if its ranks were all there are."""
-        with draft_pp_context(), run_as_draft(self.layout):
-            yield
-
-    def may_capture(self, tp_sync: Any, device: str, gpu_id: int) -> bool:
-        """Tell whether the draft may have CUDA graphs.
-
-        Not with DP attention: SGLang's graph runner asks every batch for the other ranks' rows, and the draft
-        runs without those ranks."""
-        return not self.layout.local_dp and has_room_for_draft_graphs(tp_sync, device, gpu_id)
-
-    def check_target(self, target_model: Any) -> None:
-        """Raise ValueError if layers that the draft borrows from the target are on other ranks."""
-        if not self.layout.local_dp:
-            return
-        borrowed = {"embedding": target_model.get_input_embeddings(), "LM head": target_model.lm_head}
-        for name, layer in borrowed.items():
-            # A plain embedding is whole on every rank.
-            ranks = getattr(unwrap_lora_layer(layer), "tp_size", self.layout.attn_tp_size)
-            if ranks != self.layout.attn_tp_size:
-                raise ValueError(
-                    f"DFLASH with DP attention does not support {type(target_model).__name__}: its {name} is "
-                    "split over all ranks, and the draft that borrows it is on the ranks that share requests."
-                )
+def check_borrowed_layers(layout: Any, target_model: Any) -> None:
+    """Raise ValueError if layers that the draft borrows are on other ranks than those of its layout."""
+    if not layout.local_dp:
+        return
+    borrowed = {"embedding": target_model.get_input_embeddings(), "LM head": target_model.lm_head}
+    for name, layer in borrowed.items():
+        # A plain embedding is whole on every rank.
+        if getattr(unwrap_lora_layer(layer), "tp_size", layout.attn_tp_size) != layout.attn_tp_size:
+            raise ValueError(
+                f"DFLASH with DP attention does not support {type(target_model).__name__}: its {name} is "
+                "split over all ranks, and the draft that borrows it is on the ranks that share requests."
+            )
 
 
 def run_idle(batch: Any, target_worker: Any, block_size: int) -> GenerationBatchResult:

@@ -29,11 +29,11 @@ def check_cap(custom_params: Any) -> None:
         raise ValueError(f"custom_params: {FIELD} is a number of drafted tokens, 0 or more, not {cap!r:.60}.")
 
 
-def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
+def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray:
     """Return the most drafted tokens that each request may accept in a cycle, [n] int32.
 
-    None if no request has a cap, which is the usual case. A request with a custom logit processor of the
-    user's own gets one token a cycle.
+    That is a block's for most. A request with a custom logit processor of the user's own gets one token a
+    cycle.
 
     Example:
         The body of a `/generate` request with a cap, and one without, on a server with blocks of 8::
@@ -56,8 +56,7 @@ def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray | None:
             ValueError: custom_params: speculative_max_tokens is a number of drafted tokens, 0 or more, ...
     """
     largest = block_size - 1
-    caps = [_cap(req, largest) for req in reqs]
-    return np.array(caps, dtype=np.int32) if min(caps) < largest else None
+    return np.array([_cap(req, largest) for req in reqs], dtype=np.int32)
 
 
 def _cap(req: Any, largest: int) -> int:

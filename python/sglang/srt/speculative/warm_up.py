@@ -17,15 +17,14 @@ from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
-from sglang_dflash.srt.speculative.parallel import DraftRanks
 from sglang_dflash.srt.speculative.width.measure import make_batch
 
 _SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1)
 
 
-def runs_cycles_alone(ranks: DraftRanks) -> bool:
-    """Tell whether a rank runs cycles, and without asking ranks that have other requests."""
-    return not ranks.layout.local_dp and get_disagg().disaggregation_mode != "prefill"
+def runs_cycles_alone(layout: Any) -> bool:
+    """Tell whether a rank of this layout runs cycles, and without asking ranks that have other requests."""
+    return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 
 @torch.no_grad()
@@ -42,14 +41,14 @@ def warm_up(worker: Any) -> None:
     worker.observers = []
     # Its table of counts has a row per request and a column per token, which most servers never need.
     worker.penalties = Penalties(1, worker.target_worker.model_runner.model_config.vocab_size, worker.device)
-    for sampling, cap, min_new_tokens in ({}, None, 0), ({}, 0, 0), (_SAMPLED, None, 0), (_SAMPLED, None, 1):
+    most = worker.block_size - 1
+    for sampling, cap, min_new_tokens in ({}, most, 0), ({}, 0, 0), (_SAMPLED, most, 0), (_SAMPLED, most, 1):
         batch = make_batch(worker, 1, 1, **sampling)
         if sampling:
             batch.sampling_info.acc_additive_penalties = torch.empty(0)  # SGLang's sign of penalties
             batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
-        caps = None if cap is None else np.array([cap])
         draws = worker.acceptor.draws_drafts(batch.sampling_info)
-        worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
+        worker.run_cycle(batch, plan._replace(caps=np.array([cap]), draws=draws))
     worker.penalties, worker.observers = penalties, observers
 
 

@@ -1,18 +1,20 @@
 """The acceptor passes on what the rules and SGLang's sampler need, each to its own request and slot."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from support.acceptors import OneRank, accept, make_acceptor
 from support.decisions import accepted_blocks, decide
 from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.kernels.ops.speculative.accept import RelayTables
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
+from sglang_dflash.srt.speculative.acceptance.acceptor import SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_block_verification,
     accept_by_rejection,
@@ -24,20 +26,6 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 WIDTH = 4
 SAMPLED, GREEDY = {"temperature": 1.0}, {"top_k": 1}
-
-
-class OneRank:
-    """A synchronisation of one rank, which notes what it would have sent."""
-
-    def __init__(self):
-        self.sent = []
-
-    def enabled(self, site):
-        return False
-
-    def sync(self, site, values):
-        self.sent.append((site, values))
-        return values
 
 
 class Sampler:
@@ -86,21 +74,22 @@ class Rule:
 def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
     block, rows = drawn_evenly(64), VerifyLayout(64, WIDTH)
-    acceptor = Acceptor(None, VOCABULARY, OneRank(), rule)
+    acceptor = make_acceptor(rule=rule)
     torch.manual_seed(0)
     logits = torch.zeros(64 * WIDTH, VOCABULARY)
-    accepted = acceptor.accept(batch_of(*[SAMPLED] * 64), cycle_of(rows), block, logits)
+    accepted = accept(acceptor, batch_of(*[SAMPLED] * 64), cycle_of(rows), block, logits)
     assert (accepted.accept_len == WIDTH - 1).all()
     assert torch.equal(accepted.tokens[:, :-1], block.tokens[:, 1:])
 
 
-def test_arguments_of_the_rule():
+def test_arguments_of_the_rule(monkeypatch):
     """Uniforms are independent of each other, and masks take a rectangle of probabilities."""
     rule, rows = Rule(), VerifyLayout(2, WIDTH, np.array([1, 3]))
-    acceptor, masks = Acceptor(None, VOCABULARY, OneRank(), rule), SimpleNamespace(probs=None)
+    masks = masks_of([0, 1])
+    monkeypatch.setattr(acceptor_module, "SamplingMasks", lambda *_: masks)
     block, logits = drawn_evenly(2), torch.randn(rows.num_rows, VOCABULARY)
     expected = logits.softmax(dim=-1)
-    acceptor.accept(batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits, None, masks)
+    accept(make_acceptor(rule=rule), batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
     assert rule.draft is block.probs
     torch.testing.assert_close(rule.target_probs, expected)
     torch.testing.assert_close(masks.probs, expected[rows.slots])
@@ -122,7 +111,7 @@ def test_which_batches_are_drawn():
     """Seeded draws are the target's alone, and rules for drawn blocks know no caps."""
     fallbacks = []
     metrics = SimpleNamespace(count_fallback=lambda reason, blocks: fallbacks.append((reason, blocks)))
-    acceptor = Acceptor(None, VOCABULARY, OneRank(), accept_by_rejection, metrics=metrics)
+    acceptor = make_acceptor(rule=accept_by_rejection, metrics=metrics)
     seeded = sampling_info(GREEDY, SAMPLED, seeds=[1, 2])
     assert acceptor.draws_drafts(sampling_info(GREEDY, SAMPLED))
     assert not acceptor.draws_drafts(sampling_info(GREEDY, GREEDY))
@@ -130,13 +119,13 @@ def test_which_batches_are_drawn():
     assert not acceptor.draws_drafts(seeded)
     assert not acceptor.draws_drafts(sampling_info(SAMPLED), is_capped=True)
     assert fallbacks == [("sampling_seed", 2), ("speculative_max_tokens", 1)]
-    assert not Acceptor(None, VOCABULARY, OneRank()).draws_drafts(sampling_info(SAMPLED))
+    assert not make_acceptor().draws_drafts(sampling_info(SAMPLED))
 
 
 def test_only_drawn_tokens_are_sent_to_other_ranks():
     """All ranks draft the same argmax."""
     block, sync = drawn_evenly(2), OneRank()
-    acceptor = Acceptor(None, VOCABULARY, sync, accept_by_rejection)
+    acceptor = make_acceptor(sync=sync, rule=accept_by_rejection)
     acceptor.broadcast_drafts(DraftBlock(block.tokens))
     assert not sync.sent
     acceptor.broadcast_drafts(block)
@@ -151,23 +140,21 @@ def test_a_request_accepts_no_more_than_it_verifies(requests):
     rows, logits = VerifyLayout(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
     logits[:, 5] = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]) if SAMPLED in requests else 1.0
     block = DraftBlock(torch.full((3, WIDTH), 5))
-    accepted = Acceptor(Sampler(), VOCABULARY, OneRank()).accept(
-        batch_of(*requests), cycle_of(rows), block, logits
-    )
+    accepted = accept(make_acceptor(Sampler()), batch_of(*requests), cycle_of(rows), block, logits)
     assert accepted.accept_len.tolist() == lengths.tolist() and accepted.bonus.tolist() == [5] * 3
 
 
 @pytest.mark.parametrize("has_masks", [False, True])
-def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks):
+def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monkeypatch):
     """A mask tells what a greedy request was drawn from too, so its filter must stay."""
     rows, sampler = VerifyLayout(2, WIDTH, np.array([1, 3])), Sampler()
-    masks = SimpleNamespace(drawn=LogitsProcessorOutput(next_token_logits=None), sampler_fields=dict)
     cycle, logits = cycle_of(rows), torch.randn(rows.num_rows, VOCABULARY)
     block, batch = DraftBlock(torch.zeros(2, WIDTH, dtype=torch.int64)), batch_of(GREEDY, SAMPLED)
     batch.sampling_info.has_custom_logit_processor = True
-    Acceptor(sampler, VOCABULARY, OneRank()).accept(
-        batch, cycle, block, logits, None, masks if has_masks else None
-    )
+    if has_masks:
+        masks = MagicMock(drawn=LogitsProcessorOutput(next_token_logits=None), sampler_fields=dict)
+        monkeypatch.setattr(acceptor_module, "SamplingMasks", lambda *_: masks)
+    accept(make_acceptor(sampler), batch, cycle, block, logits)
     assert sampler.positions.tolist() == [100, 101, 104, 105, 106, 107]
     assert sampler.info.need_top_k_sampling == has_masks
     assert not sampler.info.has_custom_logit_processor, "processors have run already"
@@ -177,30 +164,29 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks):
 def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
     block, rows = drawn_evenly(2), VerifyLayout(2, WIDTH)
     logits = torch.randn(2 * WIDTH, VOCABULARY)
-    before, acceptor = logits.clone(), Acceptor(Sampler(), VOCABULARY, OneRank(), accept_by_rejection)
+    before, acceptor = logits.clone(), make_acceptor(Sampler(), rule=accept_by_rejection)
     batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
-    acceptor.accept(batch, cycle_of(rows), block if is_drawn else DraftBlock(block.tokens), logits)
+    accept(acceptor, batch, cycle_of(rows), block if is_drawn else DraftBlock(block.tokens), logits)
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("how", ["drawn", "capped", "greedy"])
 def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
-    tables, written = [torch.zeros(9, dtype=torch.int64) for _ in range(2)], []
-    acceptor = Acceptor(Sampler(), VOCABULARY, OneRank(), Rule())
-    acceptor.relay = SimpleNamespace(
-        tables=lambda rows: RelayTables(rows, *tables), on_written=written.append
-    )
+    tables = [torch.zeros(9, dtype=torch.int64) for _ in range(2)]
+    relay = SimpleNamespace(new_seq_lens=tables[0], output_tokens=tables[1])
+    acceptor = make_acceptor(Sampler(), rule=Rule(), relay=relay)
     block, rows = drawn_evenly(2), torch.tensor([7, 2])
     request = SAMPLED if how == "drawn" else GREEDY
-    caps = torch.tensor([0, 0], dtype=torch.int32) if how == "capped" else None
-    accepted = acceptor.accept(
+    caps = [np.array([0, 0])] if how == "capped" else []
+    accepted = accept(
+        acceptor,
         batch_of(request, request, req_pool_indices=rows),
         cycle_of(VerifyLayout(2, WIDTH)),
         block if how == "drawn" else DraftBlock(block.tokens),
         torch.eye(VOCABULARY)[3].repeat(2 * WIDTH, 1),
-        caps,
+        *caps,
     )
-    assert written == [accepted]
+    assert relay.published_seq_lens is accepted.committed and relay.published_bonus is accepted.bonus
     for table, wanted in zip(tables, (accepted.committed, accepted.bonus), strict=True):
         assert table[rows].tolist() == wanted.tolist() and wanted.any()
 
@@ -209,10 +195,11 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
 def test_simulated_blocks_end_no_request(is_drawn):
     """Random weights may give any logits, which would end requests as broken."""
     simulated = SimulatedAcceptance(3.0, "match-expected", real_tokens=True)
-    acceptor = Acceptor(Sampler(), VOCABULARY, OneRank(), accept_by_rejection, simulated)
+    acceptor = make_acceptor(Sampler(), rule=accept_by_rejection, simulated=simulated)
     block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
     request = SAMPLED if is_drawn else GREEDY
-    accepted = acceptor.accept(
+    accepted = accept(
+        acceptor,
         batch_of(request, request),
         cycle_of(VerifyLayout(2, WIDTH)),
         block if is_drawn else DraftBlock(block.tokens),
@@ -230,14 +217,14 @@ def masks_of(rows: list[int], captured: list[int] | None = None) -> SamplingMask
         sampling_mask_top_ks=[2] * len(rows),
         sampling_support_logprobs_capture_indices=None if captured is None else torch.tensor(captured),
     )
-    masks = SamplingMasks.requested(info, WIDTH)
-    assert masks is not None
+    masks = SamplingMasks(info, WIDTH)
+    assert masks.are_requested
     return masks
 
 
 def test_who_returns_masks():
-    assert SamplingMasks.requested(SimpleNamespace(sampling_mask_batch_indices=None), WIDTH) is None
-    assert SamplingMasks.requested(SimpleNamespace(), WIDTH) is None
+    assert not SamplingMasks(SimpleNamespace(sampling_mask_batch_indices=None), WIDTH).are_requested
+    assert not SamplingMasks(SimpleNamespace(), WIDTH).are_requested
 
 
 def test_the_sampler_captures_every_slot_of_a_masked_request():

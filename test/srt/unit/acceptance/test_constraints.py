@@ -95,7 +95,7 @@ def test_penalties_of_each_slot_by_their_definition(lengths):
             row += 1
     assert wanted.isinf().sum() == 2, "the minimum ends within the block"
     columns = frequency, presence, repetition, minimum, prompt_lens, stops
-    penalize_block_torch(logits, BLOCK, counts, requests, seq_lens, *columns, rows.starts, rows.max_accept)
+    penalize_block_torch(logits, BLOCK, counts, requests, seq_lens, *columns, *rows.bounds)
     torch.testing.assert_close(logits, wanted)
     assert torch.equal(counts, emitted)
     count_tokens_torch(counts, requests, BLOCK, torch.tensor([1, 3], dtype=torch.int32))

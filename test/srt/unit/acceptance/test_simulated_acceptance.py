@@ -39,6 +39,6 @@ def test_lengths_average_out_within_the_block(wanted, lengths):
 
 
 def test_off_by_default():
-    assert SimulatedAcceptance.from_environment() is None
+    assert not SimulatedAcceptance.from_environment().is_on
     with envs.SGLANG_SIMULATE_ACC_LEN.override(2.0):
-        assert SimulatedAcceptance.from_environment() is not None
+        assert SimulatedAcceptance.from_environment().is_on

@@ -7,9 +7,10 @@ import torch
 from sglang.srt.managers import overlap_utils
 from sglang.srt.speculative import spec_utils
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.acceptors import accept, make_acceptor
 from support.sampling_parameters import VOCABULARY, sampling_info
 
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, StepRelay
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, make_relay
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
@@ -21,22 +22,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class OneRank:
-    """A synchronisation of one rank."""
-
-    def sync(self, site, tokens):
-        return tokens
-
-    def enabled(self, site):
-        return False
-
-
 def future_map() -> overlap_utils.FutureMap:
     pool = SimpleNamespace(req_to_token=torch.zeros(ROWS, 64, dtype=torch.int32))
     return overlap_utils.FutureMap("cpu", SpeculativeAlgorithm.DFLASH, pool, needs_cpu_seq_lens=False)
 
 
-def accept(acceptor: Acceptor, rows: torch.Tensor):
+def accept_two(acceptor: Acceptor, rows: torch.Tensor):
     block = torch.tensor([[5, 1, 2], [5, 9, 2]])
     logits = torch.zeros(6, VOCABULARY)
     logits[torch.arange(6), torch.tensor([1, 2, 3, 1, 2, 3])] = 1.0
@@ -48,18 +39,17 @@ def accept(acceptor: Acceptor, rows: torch.Tensor):
     batch = SimpleNamespace(
         req_pool_indices=rows, return_logprob=False, sampling_info=sampling_info({"top_k": 1}, {"top_k": 1})
     )
-    return acceptor.accept(batch, cycle, DraftBlock(block), logits)
+    return accept(acceptor, batch, cycle, DraftBlock(block), logits)
 
 
 @pytest.mark.parametrize("is_adopted", [True, False])
 def test_the_scheduler_reads_what_acceptance_wrote(is_adopted, monkeypatch):
     monkeypatch.setattr(overlap_utils, "_offered_relay", None)
     monkeypatch.setattr(spec_utils, "spec_need_hidden_states", lambda: False)
-    acceptor = Acceptor(None, VOCABULARY, OneRank())
-    acceptor.relay = StepRelay(ROWS if is_adopted else ROWS + 1, "cpu")
+    acceptor = make_acceptor(relay=make_relay(ROWS if is_adopted else ROWS + 1, "cpu"))
     relay, rows = future_map(), torch.tensor([7, 2])
     assert (relay._relay is not None) == is_adopted
-    accepted = accept(acceptor, rows)
+    accepted = accept_two(acceptor, rows)
     assert accepted.committed.tolist() == [13, 21] and accepted.bonus.tolist() == [3, 1]
     if is_adopted:
         assert relay.new_seq_lens_buf[rows].tolist() == [13, 21], "before SGLang publishes"

@@ -22,7 +22,8 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 def draw_target_tokens(logits, info, positions, width, sampler):
     """Draw after every slot of whole blocks."""
     rows = VerifyLayout(len(logits) // width, width)
-    return target_sampling.draw_target_tokens(logits, info, positions, rows, sampler)
+    masks = target_sampling.SamplingMasks(info, width)
+    return target_sampling.draw_target_tokens(logits, info, positions.view(-1, width), rows, sampler, masks)
 
 
 def target_probs(logits, info, width):
@@ -219,7 +220,7 @@ def test_rows_of_requests_with_lengths_of_their_own(sampler):
     """Packed rows are drawn as in whole blocks; slots past a request's rows repeat its last one."""
     width, bs, lengths = 4, 3, np.array([1, 3, 0])
     rows = VerifyLayout(bs, width, lengths)
-    assert rows.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and rows.starts.tolist() == [0, 2, 6]
+    assert rows.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and rows.bounds[0].tolist() == [0, 2, 6]
     assert rows.slots.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
     assert rows.max_accept.tolist() == lengths.tolist() and rows.max_accept.dtype == torch.int32
     blocks = torch.arange(bs * width).view(bs, width)

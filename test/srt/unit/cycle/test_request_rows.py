@@ -36,7 +36,9 @@ def test_a_late_commit_is_over_before_a_row_changes_hands(has_ring, monkeypatch)
     slots that the forward has looked up, so nothing needs to wait.
     """
     stream, cursors = ForwardStream(), torch.tensor([5, 7])
-    target = SimpleNamespace(shared_read_done_event=None)
+    target = SimpleNamespace(
+        shared_read_done_event=None, model_config=None, req_to_token_pool=SimpleNamespace(size=2)
+    )
     worker = SimpleNamespace(device="cpu", model_runner=target)
     scheduler = SimpleNamespace(
         _war_barrier_enabled=True,
@@ -53,7 +55,8 @@ def test_a_late_commit_is_over_before_a_row_changes_hands(has_ring, monkeypatch)
     mamba = SimpleNamespace(enable_linear_replayssm_spec=has_ring)
     monkeypatch.setattr(recurrent, "get_exec", lambda: SimpleNamespace(mamba=mamba))
     monkeypatch.setattr(recurrent, "commit_mamba_states_after_verify", advance)
-    target_states = RecurrentStates(worker, block_size=8, max_requests=2)
+    monkeypatch.setattr(recurrent, "mambaish_config", lambda config: object())
+    target_states = RecurrentStates(worker, block_size=8)
     stream.launch(lambda: None)  # the verify forward, which reads the request table
     target.shared_read_done_event = event = stream.record()
     target_states.commit(SimpleNamespace(req_pool_indices=torch.tensor([1])), torch.tensor([3]))

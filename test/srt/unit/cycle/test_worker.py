@@ -5,9 +5,11 @@ import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from support.acceptors import accept, make_acceptor
 from support.decisions import Decision, accepted_blocks, decide
 from support.draft_probs import one_hot
 from support.engine import start
@@ -17,7 +19,6 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative import request_fields as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
@@ -142,13 +143,14 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     mine = decide(torch.tensor([3, 0], dtype=torch.int32), out + 100)
     theirs = decide(torch.tensor([1, 2], dtype=torch.int32), out)
     sync = Sync(theirs if agrees else None)
-    acceptor = Acceptor(None, 1000, sync, lambda *_: (mine.accept_len, mine.out_tokens))
+    rule = lambda *_: (mine.accept_len, mine.out_tokens)  # noqa: E731
+    acceptor = make_acceptor(vocab_size=1000, sync=sync, rule=rule)
     info = sampling_info({"temperature": 0.7}, {"temperature": 0.7})
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     block = torch.zeros(2, 4, dtype=torch.int64)
     drawn = DraftBlock(block, one_hot(block[:, 1:]))
     cycle = SimpleNamespace(layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7]))
-    agreed = acceptor.accept(batch, cycle, drawn, torch.zeros(8, VOCABULARY))
+    agreed = accept(acceptor, batch, cycle, drawn, torch.zeros(8, VOCABULARY))
     want = theirs if agrees else mine
     for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
         assert torch.equal(got, wanted) and got.dtype == wanted.dtype
@@ -165,10 +167,7 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     cycle = SimpleNamespace(
         positions=torch.arange(8).view(2, 4), layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7])
     )
-    sync = SimpleNamespace(enabled=lambda site: False, sync=lambda site, values: values)
-    acceptor = Acceptor(None, VOCABULARY, sync)
-    caps = torch.tensor([1, 3], dtype=torch.int32)
-    accepted = acceptor.accept(batch, cycle, block, logits.clone(), caps)
+    accepted = accept(make_acceptor(), batch, cycle, block, logits.clone(), np.array([1, 3]))
     assert (accepted.accept_len.tolist(), accepted.bonus.tolist()) == ([1, 3], [2, 8])
     assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
 
@@ -184,13 +183,13 @@ def test_caps_of_a_batch(monkeypatch):
             for p in params
         ]
 
-    assert requested_caps(reqs(None, {}), 8) is None
-    assert requested_caps(reqs(None, {"other": 1}, {"speculative_max_tokens": 9}), 8) is None
+    assert requested_caps(reqs(None, {}), 8).tolist() == [7, 7]
+    assert requested_caps(reqs(None, {"other": 1}, {"speculative_max_tokens": 9}), 8).tolist() == [7] * 3
     caps = requested_caps(reqs({"speculative_max_tokens": 0}, None, {"speculative_max_tokens": 9}), 8)
-    assert caps is not None and caps.tolist() == [0, 7, 7]
+    assert caps.tolist() == [0, 7, 7]
     caps = requested_caps(reqs(None) + reqs(None, {}, processor="serialized"), 8)
-    assert caps is not None and caps.tolist() == [7, 0, 0]
-    assert requested_caps(reqs(None, {}, processor="of SGLang"), 8) is None
+    assert caps.tolist() == [7, 0, 0]
+    assert requested_caps(reqs(None, {}, processor="of SGLang"), 8).tolist() == [7, 7]
 
 
 def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
@@ -202,18 +201,22 @@ def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
     assert "0.25 GB" in caplog.text and "--mem-fraction-static" in caplog.text
 
 
-@pytest.mark.parametrize("block_size", [1, 4])
-def test_nothing_is_captured_if_nothing_is_drafted(block_size, monkeypatch):
-    ranks = SimpleNamespace(as_draft=contextlib.nullcontext, may_capture=lambda *_: True)
+@pytest.mark.parametrize("block_size, local_dp", [(1, False), (4, False), (4, True)])
+def test_nothing_is_captured_if_nothing_is_drafted_or_ranks_differ(block_size, local_dp, monkeypatch):
+    layout = SimpleNamespace(local_dp=local_dp)
+    monkeypatch.setattr(dflash_worker, "as_draft", contextlib.nullcontext)
+    monkeypatch.setattr(dflash_worker, "has_room_for_draft_graphs", lambda *_: True)
     monkeypatch.setattr(dflash_worker, "get_spec", MagicMock())
     monkeypatch.setattr(dflash_worker, "get_parallel", MagicMock())
     draft_worker = MagicMock()
     made = worker(
         block_size=block_size, drafter=MagicMock(num_draft_rows=block_size), tp_sync=Sync(None),
-        _draft_worker=draft_worker, ranks=ranks, metrics=None, penalties=None,
+        _draft_worker=draft_worker, draft_parallel_layout=layout, metrics=None, penalties=None,
     )  # fmt: skip
     made.init_cuda_graphs()
-    draft_worker.init_cuda_graphs.assert_called_once_with(capture_decode_cuda_graph=block_size > 1)
+    draft_worker.init_cuda_graphs.assert_called_once_with(
+        capture_decode_cuda_graph=block_size > 1 and not local_dp
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype, is_ra
     if is_ragged:
         rows = VerifyLayout(bs, width, torch.randint(width, (bs,), generator=rng).numpy(), DEVICE)
         arguments, logits = (
-            (*arguments, rows.starts, rows.max_accept),
+            (*arguments, *rows.bounds),
             rows.pack(logits.to(DEVICE).view(bs, width, -1)),
         )
     # Rows need not be contiguous.

@@ -32,8 +32,7 @@ def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray
         draft.probs,
         accept_uniforms.contiguous(),
         block_verification,
-        rows.starts,
-        rows.max_accept,
+        *rows.bounds,
     )
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
     verdicts = [

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.acceptors import accept, make_acceptor
 from support.draft_cases import BASE
 from support.draft_probs import one_hot
 from support.engine import start
@@ -18,7 +19,6 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from support.servers import run_to_end
 from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_block
 
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -71,18 +71,18 @@ def test_ranks_take_what_rank_0_chose(top_k):
     sync = SimpleNamespace(
         enabled=lambda site: True, sync=lambda site, values: sites.append(site.slug) or values.fill_(2)
     )
-    acceptor = Acceptor(Sampler(), VOCABULARY, sync, accept_by_rejection)
+    acceptor = make_acceptor(Sampler(), sync=sync, rule=accept_by_rejection)
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
     positions = torch.arange(6).view(2, width)
     cycle = SimpleNamespace(
         positions=positions, layout=VerifyLayout(2, width), committed=torch.tensor([7, 7])
     )
     block = torch.zeros(2, width, dtype=torch.int64)
-    accepted = acceptor.accept(batch, cycle, DraftBlock(block), logits.clone())
+    accepted = accept(acceptor, batch, cycle, DraftBlock(block), logits.clone())
     assert sites == ["dflash-accept-greedy" if top_k == 1 else "dflash-accept-sample"]
     assert (accepted.tokens == 2).all()
     drawn = DraftBlock(block, one_hot(block[:, 1:]))
-    accepted = acceptor.accept(batch, cycle, drawn, logits)
+    accepted = accept(acceptor, batch, cycle, drawn, logits)
     assert all((decided == 2).all() for decided in (accepted.accept_len, accepted.tokens, accepted.bonus))
 
 

@@ -81,7 +81,7 @@ def draw_from_target(block, rows, anchor):
     """One-hot drafts: compare drafted tokens with a draw from the target."""
     draws = rows.unpack(torch.multinomial(rows.pack(TARGET[block]), 1).squeeze(1))
     found = accept_matching_prefix(block, draws)
-    limits = found.accept_len if rows.max_accept is None else rows.max_accept
+    limits = found.accept_len if rows.is_rectangle else rows.max_accept
     return decide(found.accept_len.minimum(limits), draws)
 
 

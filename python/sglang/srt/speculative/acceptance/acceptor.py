@@ -1,8 +1,10 @@
 """Decide which drafted tokens of verified blocks become output."""
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers import overlap_utils
@@ -10,7 +12,6 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
 
 from sglang_dflash.kernels.ops.speculative.accept import (
-    NO_LIMIT,
     AcceptedBlocks,
     RelayTables,
     accept_greedy,
@@ -28,35 +29,28 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import (
 )
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS
+from sglang_dflash.srt.speculative.cycle.prompts import on_device
 
 logger = logging.getLogger(__name__)
 
 
-class StepRelay:
-    """Tables that are offered to SGLang before it makes its own.
+def make_relay(num_rows: int, device: Any) -> Any:
+    """Make tables of lengths and bonus tokens, and offer them to SGLang before it makes its own.
 
-    SGLang takes the tables under overlap scheduling. Release 0.5.22 cannot. The tables have as many rows as
-    the request table.
+    SGLang takes the tables under overlap scheduling. Tables that it has not taken, or not yet, are written as
+    well, and not read. Release 0.5.22 cannot take any.
+
+    Args:
+        num_rows: of the request table, and so of the tables.
+        device: of the tables.
     """
-
-    def __init__(self, num_rows: int, device: Any):
-        self._buffers: Any = None
-        if hasattr(overlap_utils, "FutureRelayBuffers"):
-            self._buffers = overlap_utils.FutureRelayBuffers(req_pool_size=num_rows, device=device)
-            overlap_utils.offer_future_relay_buffers(self._buffers)
-
-    def tables(self, rows: torch.Tensor) -> RelayTables | None:
-        """Return the tables to write, for requests in these rows [bs] int64. None: SGLang copies.
-
-        Tables that SGLang has not taken, or not yet, are written as well, and not read.
-        """
-        if self._buffers is None:
-            return None
-        return RelayTables(rows, self._buffers.new_seq_lens, self._buffers.output_tokens)
-
-    def on_written(self, accepted: AcceptedBlocks) -> None:
-        """Tell SGLang not to copy these lengths and tokens: they are in the tables."""
-        self._buffers.published_seq_lens, self._buffers.published_bonus = accepted.committed, accepted.bonus
+    if not hasattr(overlap_utils, "FutureRelayBuffers"):
+        lengths, tokens = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+        return SimpleNamespace(new_seq_lens=lengths, output_tokens=tokens)
+    relay = overlap_utils.FutureRelayBuffers(req_pool_size=num_rows, device=device)
+    overlap_utils.offer_future_relay_buffers(relay)
+    return relay
 
 
 # The id that every other SGLang worker writes if no real token is requested.
@@ -67,24 +61,28 @@ class SimulatedAcceptance:
     """Accept lengths drawn without the target.
 
     Args:
-        accept_length: average tokens a cycle, the bonus token included.
+        accept_length: average tokens a cycle, the bonus token included. 0: the target decides.
         method: SGLang's, see `sample_simulated_acc_len`.
         real_tokens: whether drafted tokens are emitted, or a fixed one.
+
+    Attributes:
+        is_on: False if the target decides.
     """
 
     def __init__(self, accept_length: float, method: str, real_tokens: bool):
         self._accept_length, self._method, self._real_tokens = accept_length, method, real_tokens
+        self.is_on = accept_length > 0
 
     @classmethod
-    def from_environment(cls) -> "SimulatedAcceptance | None":
-        """Read SGLang's variables. None: off. SGLang has validated the token mode."""
+    def from_environment(cls) -> "SimulatedAcceptance":
+        """Read SGLang's variables. SGLang has validated the token mode."""
         accept_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
-        if accept_length <= 0:
-            return None
-        logger.warning(
-            "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the target's.",
-            accept_length,
-        )
+        if accept_length > 0:
+            logger.warning(
+                "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the "
+                "target's.",
+                accept_length,
+            )
         real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
         return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
 
@@ -118,12 +116,10 @@ class Acceptor:
             request with "NaN happened".
         tp_sync: SGLang's synchronisation of the ranks that must choose the same tokens.
         rule: for drawn drafts. None: drafts are never drawn.
-        simulated: replaces all decisions, for benchmarks. None: off.
+        simulated: replaces all decisions, for benchmarks, if it is on.
         metrics: counts batches that cannot be drawn.
         longest: the most tokens of a text, see `accept_greedy`.
-
-    Attributes:
-        relay: takes lengths and bonus tokens for the next step. None: the scheduler copies them.
+        relay: of `make_relay`, takes lengths and bonus tokens for the next step.
     """
 
     def __init__(
@@ -131,15 +127,15 @@ class Acceptor:
         sampler: Any,
         vocab_size: int,
         tp_sync: SpecTpSync,
-        rule: RejectionRule | None = None,
-        simulated: SimulatedAcceptance | None = None,
-        metrics: DFlashMetrics | None = None,
-        longest: int = NO_LIMIT,
+        rule: RejectionRule | None,
+        simulated: SimulatedAcceptance,
+        metrics: DFlashMetrics,
+        longest: int,
+        relay: Any,
     ):
-        self._metrics, self._longest = metrics, longest
+        self._metrics, self._longest, self._relay = metrics, longest, relay
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
         self._rule, self._simulated = rule, simulated
-        self.relay: StepRelay | None = None
 
     @property
     def can_draw(self) -> bool:
@@ -156,79 +152,68 @@ class Acceptor:
             return False
         if sampling_info.sampling_seed is None and not is_capped:
             return True
-        if self._metrics is not None:
-            reason = "speculative_max_tokens" if is_capped else "sampling_seed"
-            self._metrics.count_fallback(reason, blocks=len(sampling_info))
+        reason = "speculative_max_tokens" if is_capped else "sampling_seed"
+        self._metrics.count_fallback(reason, blocks=len(sampling_info))
         return False
 
     def broadcast_drafts(self, block: DraftBlock) -> None:
         """Overwrite drawn tokens with rank 0's."""
-        if block.is_drawn:
+        if block.probs is not None:
             self._tp_sync.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, block.tokens)
 
     def accept(
-        self,
-        batch: Any,
-        cycle: Cycle,
-        block: DraftBlock,
-        logits: torch.Tensor,
-        caps: torch.Tensor | None = None,
-        masks: SamplingMasks | None = None,
+        self, batch: Any, cycle: Cycle, block: DraftBlock, logits_output: Any, caps: np.ndarray = NO_CAPS
     ) -> AcceptedBlocks:
         """Accept verified blocks.
 
         Args:
             batch: the scheduler's.
             cycle: the step's blocks.
-            block: the drafted tokens. Not drawn if there are caps.
-            logits: [T, vocab] of the cycle's rows, biased and masked. Sampling overwrites them.
-            caps: [bs] int32, the most drafted tokens of each request to accept. None: what is verified.
-            masks: takes what the tokens were drawn from. None: no request returns it.
+            block: the drafted tokens. Not drawn if a cap is below what a request verifies.
+            logits_output: SGLang's, with logits [T, vocab] of the cycle's rows, biased and masked. Sampling
+                overwrites them. It takes what the tokens were drawn from, if a request returns it.
+            caps: the most drafted tokens of each request to accept. [bs]
         """
-        relay = None if self.relay is None else self.relay.tables(batch.req_pool_indices)
-        accepted = self._accept(batch, cycle, block, logits, caps, masks, relay)
-        if relay is not None:
-            assert self.relay is not None
-            self.relay.on_written(accepted)
-        return accepted
-
-    def _accept(
-        self,
-        batch: Any,
-        cycle: Cycle,
-        block: DraftBlock,
-        logits: torch.Tensor,
-        caps: torch.Tensor | None,
-        masks: SamplingMasks | None,
-        relay: RelayTables | None,
-    ) -> AcceptedBlocks:
-        if batch.return_logprob and not batch.sampling_info.is_all_greedy:
+        sampling_info, layout, logits = batch.sampling_info, cycle.layout, logits_output.next_token_logits
+        if batch.return_logprob and not sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
-        sampling_info = filters_of_sampled(batch) if masks is None else batch.sampling_info
-        rest = cycle.committed, self._broken_token, relay, self._longest
+        masks = SamplingMasks(sampling_info, layout.verify_len)
+        if not masks.are_requested:
+            sampling_info = filters_of_sampled(batch)
         if block.probs is not None:
-            assert caps is None, "drawn blocks have no caps"
             accept_len, tokens, max_logits = self._reject(
-                sampling_info, block.tokens, block.probs, logits, cycle.layout, masks
+                sampling_info, block.tokens, block.probs, logits, layout, masks
             )
         else:
             tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
-            caps = cycle.layout.max_accept if caps is None else caps
-            if self._simulated is None:
-                if caps is None:
-                    return accept_greedy(block.tokens, tokens, max_logits, *rest)
-                accept_len = accept_matching_prefix(block.tokens, tokens).minimum(caps)
-        if self._simulated is not None:
+        relay, rows = self._relay, batch.req_pool_indices
+        tables = RelayTables(rows, relay.new_seq_lens, relay.output_tokens)
+        rest = cycle.committed, self._broken_token, tables, self._longest
+        is_capped = bool((caps < layout.num_draft_tokens).any())
+        if self._simulated.is_on:
             accept_len, tokens = self._simulated.override(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
-        return complete_blocks(accept_len, tokens, max_logits, *rest)
+            accepted = complete_blocks(accept_len, tokens, max_logits, *rest)
+        elif block.probs is not None:
+            accepted = complete_blocks(accept_len, tokens, max_logits, *rest)
+        elif is_capped or not layout.is_rectangle:
+            most = on_device(caps, torch.int32, logits.device) if is_capped else layout.max_accept
+            accept_len = accept_matching_prefix(block.tokens, tokens).minimum(most)
+            accepted = complete_blocks(accept_len, tokens, max_logits, *rest)
+        else:
+            accepted = accept_greedy(block.tokens, tokens, max_logits, *rest)
+        # SGLang need not copy these lengths and tokens: they are in the tables.
+        relay.published_seq_lens, relay.published_bonus = accepted.committed, accepted.bonus
+        if masks.are_requested:
+            logits_output.sampling_mask_output = masks.output(accepted)
+        return accepted
 
     def _target_tokens(
-        self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks | None
+        self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run `draw_target_tokens`, with rank 0's tokens."""
         tokens, max_logits = draw_target_tokens(
-            logits, sampling_info, cycle.layout.pack(cycle.positions), cycle.layout, self._sampler, masks
+            logits, sampling_info, cycle.positions, cycle.layout, self._sampler, masks
         )
         greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
@@ -240,13 +225,13 @@ class Acceptor:
         draft: DraftProbs,
         logits: torch.Tensor,
         rows: VerifyLayout,
-        masks: SamplingMasks | None,
+        masks: SamplingMasks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""
         assert self._rule is not None, "no block is drawn without a rule"
         bs, verify_len = tokens.shape
         probs, max_logits = target_probs(logits, sampling_info, rows)
-        if masks is not None:
+        if masks.are_requested:
             masks.probs = rows.unpack(probs)
         uniforms = torch.rand(bs, verify_len, device=logits.device)
         accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0], rows)

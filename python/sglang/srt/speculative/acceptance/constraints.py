@@ -148,7 +148,7 @@ class Penalties:
         self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
 
     def penalize_block(
-        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyLayout | None = None
+        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyLayout
     ) -> None:
         """Penalize the logits of a block, in place.
 
@@ -159,13 +159,12 @@ class Penalties:
             batch: the scheduler's.
             block: [bs, B] int64, drafted after its first column.
             logits: [T, vocab] of the verified rows.
-            rows: verified slots. None: all of them.
+            rows: verified slots.
         """
         terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
         columns = (getattr(terms, field.name) for field in fields(terms))
-        ragged = () if rows is None else (rows.starts, rows.max_accept)
-        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns, *ragged)
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns, *rows.bounds)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""
@@ -223,7 +222,7 @@ def constrain(
     penalties: Penalties,
     chains: GrammarTree | None,
     grammar_barrier: Any,
-    rows: VerifyLayout | None = None,
+    rows: VerifyLayout,
 ) -> None:
     """Apply all that shapes a request's logits to the verify logits, in place.
 
@@ -236,9 +235,8 @@ def constrain(
         penalties: counts of emitted tokens.
         chains: the blocks on their way to the host. None: nothing reads them there.
         grammar_barrier: SGLang's, waits until the grammars are up to date.
-        rows: verified slots. None: all of them. With custom logit processors, all requests verify as many.
+        rows: verified slots. With custom logit processors, all requests verify as many.
     """
-    rows = rows or VerifyLayout(*block.shape)
     info = batch.sampling_info
     if Penalties.are_requested(info):
         penalties.penalize_block(batch, block, logits, rows)

@@ -88,8 +88,7 @@ def _accept(
             draft.probs,
             accept_uniforms.contiguous(),
             by_block,
-            rows.starts,
-            rows.max_accept,
+            *rows.bounds,
         )
     else:
         accept_len, weight = walk(block, target_probs, draft, accept_uniforms, rows)
@@ -110,7 +109,7 @@ def walk_by_rejection(
     drafted = block[:, 1:]
     # A product instead of u < p / q, so that q may be zero.
     is_accepted = accept_uniforms.double() * draft.prob_of(drafted) < _probs_of(drafted, target_probs, rows)
-    if rows.max_accept is not None:
+    if not rows.is_rectangle:
         is_accepted &= torch.arange(drafted.shape[1], device=block.device) < rows.max_accept[:, None]
     accept_len = is_accepted.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     return accept_len, torch.ones_like(accept_len, dtype=torch.float64)
@@ -150,11 +149,11 @@ def walk_by_block_verification(
         if length < width - 1:
             target = target_probs[rows.row_of(length)[:, None], draft.ids[:, length]]
             shared = torch.minimum(prefix_weight[:, None] * target, draft.probs[:, length]).sum(dim=1)
-            if rows.max_accept is not None:
+            if not rows.is_rectangle:
                 shared = torch.where(length < rows.max_accept, shared, 0)
         # A product: if w is 1 and p equals q, both sides are zero, and a later length is accepted.
         accepted = accept_uniforms[:, length - 1].double() * (1 - shared) < prefix_weight - shared
-        if rows.max_accept is not None:
+        if not rows.is_rectangle:
             accepted &= length <= rows.max_accept
         accept_len = torch.where(accepted, length, accept_len)
         weight = torch.where(accepted, prefix_weight, weight)
@@ -190,7 +189,7 @@ def draw_final_tokens(
         mass = target_probs[rows.slots[requests, accepted]]
     if block_size > 1:
         slot = accepted.clamp(max=block_size - 2)
-        last = block_size - 1 if rows.max_accept is None else rows.max_accept
+        last = block_size - 1 if rows.is_rectangle else rows.max_accept
         is_rejection = (accepted < last)[:, None]
         drawn_from = torch.where(is_rejection, draft.probs[requests, slot], 0)
         weighted = weight.to(mass.dtype)[:, None] * mass

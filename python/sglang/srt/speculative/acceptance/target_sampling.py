@@ -14,30 +14,28 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 class SamplingMasks:
-    """The masks of one cycle, for the requests that return them.
+    """Masks of one cycle: what the target's tokens are drawn from, for the requests that return it.
 
     If SGLang's sampler draws the target's tokens, the masks are the sampler's own. If drafts are drawn, they
     are made from the distributions of the rejection rule.
 
     Attributes:
-        drawn: where the sampler leaves its masks.
-        probs: [bs, B, vocab] float32, the distributions of rejection. None: there are none.
+        are_requested: whether a request of the batch returns masks.
+        drawn: the output that the sampler reads, and where it leaves its masks.
+        probs: [bs, B, vocab] float32, the distributions of rejection, if drafts are drawn.
     """
+
+    probs: torch.Tensor
 
     def __init__(self, sampling_info: Any, block_size: int):
         self._info, self._block_size = sampling_info, block_size
+        self.are_requested = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
         self.drawn = LogitsProcessorOutput(next_token_logits=None)
-        self.probs: torch.Tensor | None = None
-
-    @classmethod
-    def requested(cls, sampling_info: Any, block_size: int) -> "SamplingMasks | None":
-        """Return the masks of a batch's blocks. None: no request returns any."""
-        if getattr(sampling_info, "sampling_mask_batch_indices", None) is None:
-            return None
-        return cls(sampling_info, block_size)
 
     def sampler_fields(self) -> dict[str, Any]:
         """Return fields of SamplingBatchInfo by which the sampler captures every slot of a block."""
+        if not self.are_requested:
+            return {}
         support = self._info.sampling_support_logprobs_capture_indices
         return {
             "sampling_mask_batch_indices": self._slots(self._info.sampling_mask_batch_indices),
@@ -106,7 +104,7 @@ def draw_target_tokens(
     positions: torch.Tensor,
     rows: VerifyLayout,
     sampler,
-    masks: SamplingMasks | None = None,
+    masks: SamplingMasks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the target's token after each block position.
 
@@ -117,10 +115,10 @@ def draw_target_tokens(
         logits: [T, vocab], biased and masked. Sampled requests overwrite them (SGLang's sampler works in
             place).
         sampling_info: SGLang's, one row per request. Its filters may be those of sampled requests only.
-        positions: [T] int64, position of each row's input token. SGLang seeds draws with it.
+        positions: [bs, W] int64, position of each slot's token. SGLang seeds draws with it.
         rows: verified slots.
         sampler: SGLang's.
-        masks: takes the sampler's masks. None: no request returns one.
+        masks: takes the sampler's masks, if a request returns one.
 
     Returns:
         Tokens [bs, W] int64, and the largest logits [bs, W]. If such a logit is not finite, the logits were
@@ -132,20 +130,19 @@ def draw_target_tokens(
         return rows.unpack(tokens), rows.unpack(max_logits)
     max_logits, most_likely = replace_broken_rows(logits)
     per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*PER_REQUEST, "sampling_seed")}
-    output = LogitsProcessorOutput(next_token_logits=logits)
-    if masks is not None:
-        output, per_row = masks.drawn, per_row | masks.sampler_fields()
-        output.next_token_logits = logits
+    masks.drawn.next_token_logits = logits
     drawn = sampler(
-        output,
+        masks.drawn,
         # Custom processors are applied already, and know nothing of blocks.
-        dataclasses.replace(sampling_info, **per_row, has_custom_logit_processor=False),
+        dataclasses.replace(
+            sampling_info, **per_row, **masks.sampler_fields(), has_custom_logit_processor=False
+        ),
         return_logprob=False,
         top_logprobs_nums=[],
         token_ids_logprobs=[],
-        positions=positions,
+        positions=rows.pack(positions),
     )
-    if masks is None:  # a mask tells what the sampler drew
+    if not masks.are_requested:  # a mask tells what the sampler drew
         drawn = torch.where(per_row["top_ks"] > 1, drawn, most_likely)
     return rows.unpack(drawn.long()), rows.unpack(max_logits)
 

@@ -25,6 +25,7 @@ class Cycle:
         committed_host: [bs] on the host, upper bounds of `committed`.
         spread: [bs], by how much `committed_host` may exceed `committed`. None: it is exact, or no attention
             backend plans with it.
+        verify_len: slots of each block, the anchor included.
         tokens: [bs, B] int64, the anchor (the last cycle's bonus token), then mask tokens.
         positions: [bs, B] int64.
         cache_loc: [bs * B] int64, KV slots of these positions.
@@ -38,6 +39,7 @@ class Cycle:
     """
 
     bs: int
+    verify_len: int
     req_pool_indices: torch.Tensor
     committed: torch.Tensor
     committed_host: torch.Tensor
@@ -82,6 +84,7 @@ class Cycle:
         )
         return cls(
             bs=batch.seq_lens.numel(),
+            verify_len=num_slots,
             req_pool_indices=batch.req_pool_indices,
             committed=batch.seq_lens,
             committed_host=committed_host,
@@ -93,11 +96,6 @@ class Cycle:
             layout=whole_blocks(batch.seq_lens.numel(), num_slots),
             spread=draft_input.spread,
         )
-
-    @property
-    def verify_len(self) -> int:
-        """Slots of each block, the anchor included."""
-        return self.tokens.shape[1]
 
     def of_requests(self, on_host: np.ndarray, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
         """Keep some requests for a forward: [m] int64, on host and device."""
@@ -142,6 +140,7 @@ class Cycle:
             cache_loc = self.cache_loc[write_cols]
         return replace(
             cycle,
+            verify_len=verify_len,
             tokens=self.tokens[:, :verify_len],
             positions=self.positions[:, :verify_len],
             cache_loc=cache_loc,
@@ -155,16 +154,12 @@ class DraftBlock:
 
     Attributes:
         tokens: [bs, B] int64. Column 0 is the anchor.
-        probs: distributions that columns 1.. were drawn from. None: they are the draft's argmax.
+        probs: distributions that columns 1.. were drawn from, with which rejection verifies the block. None:
+            they are the draft's argmax.
     """
 
     tokens: torch.Tensor
     probs: DraftProbs | None = None
-
-    @property
-    def is_drawn(self) -> bool:
-        """True if rejection with the draft's probabilities verifies the block."""
-        return self.probs is not None
 
     def narrowed(self, verify_len: int) -> "DraftBlock":
         """Keep the first slots. Lossless if `verify_len` was chosen without the drafted tokens."""

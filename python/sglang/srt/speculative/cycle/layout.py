@@ -27,7 +27,7 @@ class VerifyLayout:
 
     Attributes:
         is_rectangle: whether every request verifies W slots, and no graph has further rows.
-        max_accept: [bs] int32, L_i on the device. None in a rectangle.
+        max_accept: [bs] int32, L_i on the device. Not in a rectangle.
         slots: [bs, W] int64, row of each slot. Not in a rectangle.
         index: [T] int64, slot of each row among the flattened [bs, W]. Not in a rectangle.
     """
@@ -48,7 +48,6 @@ class VerifyLayout:
         if for_graph is not None and for_graph.graph_num_tokens != bs * verify_len:
             self.is_rectangle = False
         self._columns: tuple[int, torch.Tensor] | None = None
-        self.max_accept: torch.Tensor | None = None
         if self.is_rectangle:
             return
         column, counts = np.arange(verify_len), num_draft_tokens[:, None]
@@ -76,9 +75,9 @@ class VerifyLayout:
         return self.bs, self.verify_len
 
     @property
-    def starts(self) -> torch.Tensor | None:
-        """First row of each request, [bs] int64. None in a rectangle."""
-        return None if self.is_rectangle else self.slots[:, 0].contiguous()
+    def bounds(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """First row of each request [bs] int64, and `max_accept`. In a rectangle both are None."""
+        return (None, None) if self.is_rectangle else (self.slots[:, 0].contiguous(), self.max_accept)
 
     @property
     def num_rows(self) -> int:

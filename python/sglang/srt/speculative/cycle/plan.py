@@ -10,6 +10,8 @@ import torch
 
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
+NO_CAPS = np.array(2**31 - 1)  # for any number of requests
+
 
 class Requests(NamedTuple):
     """The requests of a cycle, which hardly ever change from one cycle to the next."""
@@ -43,7 +45,7 @@ class CyclePlan(NamedTuple):
     # Requests that verify a copy instead of drafted tokens. None: all verify whole blocks, and a request's
     # record decides whether it copies. [n] bool
     copies: np.ndarray | None = None
-    caps: np.ndarray | None = None  # most drafted tokens to accept per request. None: no limits. [n]
+    caps: np.ndarray = NO_CAPS  # most drafted tokens to accept per request. [n]
     matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
     requests: Requests | None = None  # None: nothing is learned
     work: Work | None = None  # None: its time is not learned from
@@ -56,8 +58,7 @@ class CyclePlan(NamedTuple):
     @property
     def max_accept(self) -> np.ndarray:
         """Drafted tokens of each request that could be accepted. [n]"""
-        verified = self.layout.num_draft_tokens
-        return verified if self.caps is None else np.minimum(self.caps, verified)
+        return np.minimum(self.caps, self.layout.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Around a replay, `ModelRunner.forward` serves statistics, dumps and profilers. I
 graph is replayed directly, which spares the host about a tenth of a millisecond in each cycle.
 """
 
-import logging
+import functools
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.targets.recurrent import TargetStates
-
-logger = logging.getLogger(__name__)
 
 
 def run_draft(runner: Any, forward_batch: ForwardBatch) -> Any:
@@ -43,11 +40,16 @@ def run_target(worker: TpModelWorker, forward_batch: ForwardBatch) -> Generation
 
 
 def _can_replay(runner: Any, forward_batch: ForwardBatch) -> bool:
-    if DFlashOptions.PLAIN_CYCLE.get():
+    if _is_plain_cycle():
         return False  # SGLang replays it
     graphs, mode = runner.decode_cuda_graph_runner, forward_batch.forward_mode
     runs_graphs = graphs and (mode.is_cpu_graph() if runner.device == "cpu" else mode.is_cuda_graph())
     return bool(runs_graphs and graphs.can_run_graph(forward_batch))
+
+
+@functools.cache
+def _is_plain_cycle() -> bool:
+    return DFlashOptions.PLAIN_CYCLE.get()
 
 
 def _is_watched(runner: Any) -> bool:
@@ -86,7 +88,7 @@ def multimodal_positions(
 
 
 def verify(
-    target_worker: TpModelWorker, states: TargetStates, batch: Any, cycle: Cycle, block: DraftBlock
+    target_worker: TpModelWorker, batch: Any, cycle: Cycle, block: DraftBlock
 ) -> GenerationBatchResult:
     """Run one causal target forward over the verified slots of all blocks.
 
@@ -103,7 +105,6 @@ def verify(
     batch.seq_lens_sum = sum(seq_lens_cpu.tolist())
     positions = rows.pack(cycle.positions)
     batch.spec_info = DFlashVerifyInput.for_target(rows, tokens, positions, cycle.spread)
-    states.begin_verify(batch)
     forward_batch = ForwardBatch.init_new(
         batch,
         target_worker.model_runner,

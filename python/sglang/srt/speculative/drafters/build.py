@@ -20,7 +20,7 @@ from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
-from sglang_dflash.srt.speculative.parallel import DraftRanks
+from sglang_dflash.srt.speculative.parallel import as_draft, check_borrowed_layers
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _DRAFTERS = (  # a model comes before its base class
 
 
 def load_draft(
-    server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, ranks: DraftRanks
+    server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, layout: Any
 ) -> TpModelWorker:
     """Load the draft model into a separate worker.
 
@@ -40,7 +40,7 @@ def load_draft(
     quantized layer was loaded wrongly.
     """
     spec, target_runner = get_spec(), target_worker.model_runner
-    with ranks.as_draft():
+    with as_draft(layout):
         worker = TpModelWorker(
             server_args=server_args,
             gpu_id=gpu_id,
@@ -68,16 +68,16 @@ def drafter_class(draft_model: Any) -> type:
     return next(drafter for model, drafter in _DRAFTERS if isinstance(draft_model, model))
 
 
-def build_drafter(draft_runner: Any, target_model: Any, block_size: int, ranks: DraftRanks) -> Drafter:
+def build_drafter(draft_runner: Any, target_model: Any, block_size: int, layout: Any) -> Drafter:
     """Build the drafter for a draft model.
 
     Raises ValueError if the draft's ranks cannot borrow the target's layers."""
-    ranks.check_target(target_model)
+    check_borrowed_layers(layout, target_model)
     drafter: Drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
     if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8" and (reason := model.use_fp8_head()) is not None:
         logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
-    return SubgroupDrafter(drafter, ranks.layout) if ranks.layout.local_dp else drafter
+    return SubgroupDrafter(drafter, layout) if layout.local_dp else drafter
 
 
 class SubgroupDrafter:

@@ -24,14 +24,30 @@ from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
 logger = logging.getLogger(__name__)
 
 
-class TargetStates:
-    """State of a target with attention alone: verify writes to KV slots only.
+class RecurrentStates:
+    """Recurrent states of a target. Make it once pools and attention backends exist.
 
-    The worker calls both methods around each verify forward.
+    SGLang keeps them in request slots and, on a grid of positions, for the prefix cache.
+
+    Attributes:
+        are_recurrent: False if the target has attention alone. Then verify writes to KV slots only, and
+            nothing is to be done.
     """
+
+    def __init__(self, target_worker: Any, block_size: int):
+        self._target_worker = target_worker
+        self._block_size = block_size
+        runner = target_worker.model_runner
+        self.are_recurrent = mambaish_config(runner.model_config) is not None
+        # Blocks are chains: the k-th accepted row of a request's block is its k-th row.
+        max_requests = runner.req_to_token_pool.size if self.are_recurrent else 0
+        rows = torch.arange(max_requests * block_size, device=target_worker.device)
+        self._rows = rows.view(max_requests, block_size)
 
     def begin_verify(self, batch: Any) -> None:
         """Prepare the scheduler's batch before the forward batch is made."""
+        if batch.tree_cache is not None:  # the measurement of widths has no prefix cache
+            prepare_mamba_track_for_verify(batch)
 
     def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
         """Commit states after acceptance, before the target runs again.
@@ -40,26 +56,6 @@ class TargetStates:
             batch: the scheduler's. `batch.seq_lens` are the lengths before the block.
             commit_lens: [bs], output tokens of each block, the bonus token included.
         """
-
-
-class RecurrentStates(TargetStates):
-    """A target with recurrent states.
-
-    SGLang keeps them in request slots and, on a grid of positions, for the prefix cache.
-    """
-
-    def __init__(self, target_worker: Any, block_size: int, max_requests: int):
-        self._target_worker = target_worker
-        self._block_size = block_size
-        # Blocks are chains: the k-th accepted row of a request's block is its k-th row.
-        rows = torch.arange(max_requests * block_size, device=target_worker.device)
-        self._rows = rows.view(max_requests, block_size)
-
-    def begin_verify(self, batch: Any) -> None:
-        if batch.tree_cache is not None:  # the measurement of widths has no prefix cache
-            prepare_mamba_track_for_verify(batch)
-
-    def commit(self, batch: Any, commit_lens: torch.Tensor) -> None:
         if get_exec().mamba.enable_linear_replayssm_spec:
             # The ring's cursors are in rows of requests, and SGLang resets those of a new request.
             hold_request_rows(self._target_worker.model_runner)
@@ -81,14 +77,6 @@ def check_states_are_committed(model_config: Any) -> None:
         f"DFLASH cannot serve {model_config.hf_config.architectures[0]}: its attention backend {name} "
         "does not commit recurrent states after verify."
     )
-
-
-def make_target_states(target_worker: Any, block_size: int) -> TargetStates:
-    """Choose the class for a target, once pools and attention backends exist."""
-    runner = target_worker.model_runner
-    if mambaish_config(runner.model_config) is None:
-        return TargetStates()
-    return RecurrentStates(target_worker, block_size, runner.req_to_token_pool.size)
 
 
 REPLAY_FLAG = "--enable-linear-replayssm-spec"

@@ -13,13 +13,10 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals, Requests
+from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS, CyclePlan, Proposals, Requests
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, table_rows
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
-from sglang_dflash.srt.speculative.drafters.copies import CopySource
-from sglang_dflash.srt.speculative.request_fields import requested_caps
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH
 from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
@@ -28,16 +25,6 @@ logger = logging.getLogger(__name__)
 
 Backends = AnyRows | RowBackends
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
-
-
-def plan_cycle(
-    width: "Width", batch: Any, block_size: int, acceptor: Acceptor, copies: CopySource
-) -> CyclePlan:
-    """Plan the next cycle of a decode batch."""
-    caps = requested_caps(batch.reqs, block_size)
-    is_capped = caps is not None and bool(caps.min() < block_size - 1)
-    draws = acceptor.draws_drafts(batch.sampling_info, is_capped)
-    return width.choose(batch, draws, copies.look_up(batch), caps)
 
 
 def plan_lengths(
@@ -68,7 +55,7 @@ class WholeBlocks:
         batch: Any,
         draws: bool,
         matches: np.ndarray | None = None,
-        caps: np.ndarray | None = None,
+        caps: np.ndarray = NO_CAPS,
     ) -> CyclePlan:
         """Plan whole blocks."""
         return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
@@ -142,7 +129,7 @@ class AdaptiveWidth:
         batch: Any,
         draws: bool,
         matches: np.ndarray | None = None,
-        caps: np.ndarray | None = None,
+        caps: np.ndarray = NO_CAPS,
     ) -> CyclePlan:
         """Choose what the next cycle drafts and verifies.
 
@@ -150,7 +137,7 @@ class AdaptiveWidth:
             batch: the scheduler's.
             draws: whether drafted tokens are drawn.
             matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
-            caps: most drafted tokens that each request may accept. None: no limits. [n]
+            caps: most drafted tokens that each request may accept. [n]
         """
         self._learn_timings()
         self._batch = requests = self._describe(batch, draws)
@@ -196,14 +183,16 @@ class AdaptiveWidth:
         modes = np.array([_mode(req, draws_drafts) for req in batch.reqs])
         return Requests(key, rows, self._row_generation[rows], modes)
 
-    def _broadcast_choice(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
+    def _broadcast_choice(
+        self, batch: Requests, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray
+    ) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang.
 
-        `limits` are matches and caps, as of `choose`.
+        `matches` and `caps` are those of `choose`.
         """
         choice, n = None, len(batch.rows)
         if self._tp_group.rank_in_group == 0:
-            choice = self._choose(batch, num_tokens, *limits)
+            choice = self._choose(batch, num_tokens, matches, caps)
         if self._tp_group.world_size == 1:
             assert choice is not None
             return choice
@@ -215,8 +204,10 @@ class AdaptiveWidth:
         choice = choice or Choice(shared[0], shared[1] > 0, 0.0, 0.0)
         return choice._replace(lengths=shared[0], copies=shared[1] > 0)
 
-    def _choose(self, batch: Requests, num_tokens: int, *limits: np.ndarray | None) -> Choice:
-        return self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, *limits)
+    def _choose(
+        self, batch: Requests, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray
+    ) -> Choice:
+        return self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, matches, caps)
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.cycle.plan import Work
+from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS, Work
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
 
 # Numbers of requests to draft for, as shares of all.
@@ -145,7 +145,7 @@ class LengthChooser:
         modes: np.ndarray,
         num_tokens: int | None = None,
         matches: np.ndarray | None = None,
-        caps: np.ndarray | None = None,
+        caps: np.ndarray = NO_CAPS,
     ) -> Choice:
         """Return the held choice, a new one, or a probe.
 
@@ -156,10 +156,10 @@ class LengthChooser:
             num_tokens: committed tokens of all requests; None: as many as costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. None: there are no
                 copies. [n]
-            caps: most drafted tokens that each request may accept. None: no limits. [n]
+            caps: most drafted tokens that each request may accept. [n]
         """
         has_matches = matches is not None and bool((matches >= RULE.shortest).any())
-        for_what = key, None if caps is None else caps.tolist()
+        for_what = key, caps.tolist()
         self._held_for += 1
         if has_matches or self._held is None or self._held_for >= _HOLD or self._held[0] != for_what:
             costs = self.seconds(len(rows), num_tokens)
@@ -182,19 +182,15 @@ class LengthChooser:
         modes: np.ndarray,
         costs: tuple[np.ndarray, np.ndarray],
         matches: np.ndarray | None,
-        caps: np.ndarray | None,
+        caps: np.ndarray,
     ) -> Choice:
         (verify, draft), n = costs, len(rows)
         prefix_accept_prob, copies = self.drafts.prefix_accept_probs(rows, modes), np.zeros(n, dtype=bool)
         copied = np.zeros_like(prefix_accept_prob)
         if matches is not None:
             copied = self.copies.prefix_accept_probs(modes, matches)
-        if caps is not None:
-            beyond = np.arange(self.max_draft_tokens) >= caps[:, None]
-            prefix_accept_prob, copied = (
-                np.where(beyond, 0.0, prefix_accept_prob),
-                np.where(beyond, 0.0, copied),
-            )
+        beyond = np.arange(self.max_draft_tokens) >= caps[..., None]
+        prefix_accept_prob, copied = np.where(beyond, 0.0, prefix_accept_prob), np.where(beyond, 0.0, copied)
         if matches is not None:
             # What the draft of a request costs, in tokens of a cycle at this price.
             price = draft[-1] / verify[0] if self._skips_draft else 0.0
@@ -214,16 +210,14 @@ class LengthChooser:
         is_ragged = bool((lengths != lengths[0]).any())
         return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_ragged, num_tokens)
 
-    def _probe(
-        self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray | None
-    ) -> Choice:
+    def _probe(self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
 
         While their costs are not known, that is the narrowest cycle or the widest one. Later the narrowest
         takes turns with a whole block of one more request, as far as `probe_share` of the time pays.
         """
         n = len(rows)
-        most = np.full(n, self.max_draft_tokens) if caps is None else np.minimum(caps, self.max_draft_tokens)
+        most = np.minimum(np.full(n, self.max_draft_tokens), caps)
         is_short = (choice.lengths < most) & ~choice.copies
         narrowest = np.minimum(most, self.costs.widths[0] - 1)
         widest = np.where(is_short, most, choice.lengths)
