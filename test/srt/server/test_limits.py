@@ -20,7 +20,7 @@ from support.scheduled import Answer, Job, Oracle, run
 from tokenizers import Tokenizer
 
 from sglang_dflash.srt.speculative import request_fields
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, _reserve_slots
+from sglang_dflash.srt.speculative.dflash_info import NOT_RESERVED, DFlashDraftInput, _reserve_slots
 
 CONTEXT = 128
 POOL = 300
@@ -131,10 +131,10 @@ def test_an_input_follows_its_requests(relayed):
     """Requests leave and join a batch; what was reserved for the step before is forgotten."""
     batch = inputs(1, 2, 3, relayed=relayed)
     batch.filter_batch(torch.tensor([0, 2]), [0, 2])
-    assert batch.reserved_lens_cpu is None
+    assert batch.reserved_lens_cpu is NOT_RESERVED
     batch.reserved_lens_cpu = torch.zeros(2)
     batch.merge_batch(inputs(9, relayed=relayed))
-    assert batch.reserved_lens_cpu is None
+    assert batch.reserved_lens_cpu is NOT_RESERVED
     if relayed:
         assert batch.future_indices.tolist() == [201, 203, 209]
     else:

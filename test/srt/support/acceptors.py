@@ -31,7 +31,10 @@ class OneRank:
 def make_acceptor(
     sampler: Any = None, vocab_size: int = VOCABULARY, sync: Any = None, rule: Any = None, **options: Any
 ) -> Acceptor:
-    """Make an acceptor, of one rank unless `sync` is given. options: others of its arguments."""
+    """Make an acceptor, of one rank unless `sync` is given, which draws if it has a rule.
+
+    options: others of its arguments.
+    """
     lengths, tokens = (torch.zeros(REQUEST_ROWS, dtype=torch.int64) for _ in range(2))
     defaults = {
         "simulated": NOT_SIMULATED,
@@ -39,7 +42,7 @@ def make_acceptor(
         "longest": NO_LIMIT,
         "relay": SimpleNamespace(new_seq_lens=lengths, output_tokens=tokens),
     }
-    return Acceptor(sampler, vocab_size, sync or OneRank(), rule, **defaults | options)
+    return Acceptor(sampler, vocab_size, sync or OneRank(), rule is not None, rule, **defaults | options)
 
 
 def accept(

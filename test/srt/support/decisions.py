@@ -8,7 +8,7 @@ import torch
 from sglang_dflash.kernels.ops.speculative import accept
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, complete_blocks_torch
 from sglang_dflash.srt.speculative.acceptance import rejection
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 
 class Decision(NamedTuple):
@@ -25,18 +25,20 @@ def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
     return Decision(accept_len, out_tokens, bonus)
 
 
-def _named(rule: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Decision]:
+def _named(name: str) -> Callable[..., Decision]:
+    rule = getattr(rejection, name)
+
     def run(block: Any, target_probs: Any, *args: Any, rows: VerifyLayout | None = None) -> Decision:
         """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `rows`."""
         flat = target_probs.flatten(0, -2)
-        return decide(*rule(block, flat, *args, rows or VerifyLayout(*block.shape)))
+        return decide(*rule(block, flat, *args, rows or whole_blocks(*block.shape)))
 
-    run.__name__ = rule.__name__
+    run.__name__ = name
     return run
 
 
-accept_by_rejection = _named(rejection.accept_by_rejection)
-accept_by_block_verification = _named(rejection.accept_by_block_verification)
+accept_by_rejection = _named("accept_by_rejection")
+accept_by_block_verification = _named("accept_by_block_verification")
 
 
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> Decision:

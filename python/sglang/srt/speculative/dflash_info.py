@@ -10,7 +10,7 @@
 - context K/V: the draft's keys and values of committed tokens, made from the target's hidden states.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight
 
 
+UNKNOWN = -1  # a length
+NOT_RESERVED = torch.empty(0, dtype=torch.int32)
+
+
 @dataclass
 class DFlashDraftInput(SpecInput):
     """State that crosses from one cycle to the next, one row per running request.
@@ -40,9 +44,11 @@ class DFlashDraftInput(SpecInput):
         new_seq_lens: [bs] int64, tokens with committed KV. The bonus token is at this position.
         future_indices: SGLang's rows of the relay.
         reserved_lens_cpu: [bs] int32 on the host, slots reserved per request: an upper bound of the lengths,
-            for attention backends that need none on the host. Valid in the step of `prepare_for_decode` only.
-        known_lens: [bs], what the host knows of `new_seq_lens`: the length after a prefill, or else the cycle
-            that decides it (`cycle/lengths.py`). None: nothing, and the next step waits for the device.
+            for attention backends that need none on the host. Valid in the step of `prepare_for_decode` only,
+            and otherwise `NOT_RESERVED`.
+        known_lens: [bs], what the host knows of `new_seq_lens`: the length after a prefill, or the cycle that
+            decides it (`cycle/lengths.py`), or `UNKNOWN`, and then the next step waits for the device. If it
+            is not given, all are unknown.
         spread: [bs], by how much `batch.seq_lens_cpu` may exceed a length. None: it is exact. Valid in one
             step only.
     """
@@ -50,8 +56,8 @@ class DFlashDraftInput(SpecInput):
     bonus_tokens: torch.Tensor
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
-    reserved_lens_cpu: torch.Tensor | None = None
-    known_lens: list["int | CycleInFlight"] | None = None
+    reserved_lens_cpu: torch.Tensor = NOT_RESERVED
+    known_lens: list["int | CycleInFlight"] = field(default_factory=list)
     spread: list[int] | None = None
 
     # SGLang's relay reads these for every algorithm. They are EAGLE's state, and DFLASH has none.
@@ -59,6 +65,7 @@ class DFlashDraftInput(SpecInput):
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+        self.known_lens = self.known_lens or [UNKNOWN] * len(self.bonus_tokens)
         self.num_tokens_per_req = 1
         self.num_tokens_for_logprob_per_req = 1
 
@@ -84,10 +91,12 @@ class DFlashDraftInput(SpecInput):
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep these rows of the batch."""
-        self.reserved_lens_cpu = None
+        self.reserved_lens_cpu = NOT_RESERVED
         known = self.known_lens
-        if known is not None:
-            self.known_lens = None if new_indices_cpu is None else [known[i] for i in new_indices_cpu]
+        if new_indices_cpu is None:
+            self.known_lens = [UNKNOWN] * len(new_indices)
+        else:
+            self.known_lens = [known[i] for i in new_indices_cpu]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
             return
@@ -96,9 +105,8 @@ class DFlashDraftInput(SpecInput):
 
     def merge_batch(self, other: "DFlashDraftInput") -> None:
         """Append the rows of another batch."""
-        self.reserved_lens_cpu = None
-        mine, theirs = self.known_lens, other.known_lens
-        self.known_lens = None if mine is None or theirs is None else mine + theirs
+        self.reserved_lens_cpu = NOT_RESERVED
+        self.known_lens = self.known_lens + other.known_lens
         if self.future_indices is not None:
             assert other.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, other.future_indices])

@@ -68,6 +68,10 @@ from sglang_dflash.srt.speculative.width.measure import make_width
 logger = logging.getLogger(__name__)
 
 
+def _do_nothing(*_: Any) -> None:
+    """Stand for what SGLang does during a step with overlap scheduling alone."""
+
+
 class DFlashWorker(BaseSpecWorker):
     """The scheduler's worker, which replaces the target's once its weights are loaded.
 
@@ -141,11 +145,13 @@ class DFlashWorker(BaseSpecWorker):
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
+        spec = get_spec()
         self.acceptor = Acceptor(
             target_runner.sampler,
             target_runner.model_config.vocab_size,
             self.tp_sync,
-            rejection_rule(get_spec()),
+            bool(spec.speculative_use_rejection_sampling),
+            rejection_rule(spec),
             SimulatedAcceptance.from_environment(),
             self.metrics,
             target_runner.model_config.context_len,
@@ -234,19 +240,18 @@ class DFlashWorker(BaseSpecWorker):
         cycle = self._in_flight.land(accept_lens)
         max_accept = cycle.plan.max_accept.tolist()
         self.metrics.count_verified(accept_lens, max_accept)
-        if cycle.proposals is not None:
-            self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
+        self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
         self._width.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
 
     # -- one step
 
     def forward_batch_generation(
-        self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None
+        self, batch, on_publish=_do_nothing, grammar_barrier=_do_nothing, pp_proxy_tensors=None
     ) -> GenerationBatchResult:
         """Run one scheduler step: a prefill, mixed, decode or, with DP attention, idle batch."""
         if batch.forward_mode.is_idle():
             return run_idle(batch, self._target_worker, self.block_size)
-        if batch.sampling_info is not None and batch.sampling_info.sampling_seed is not None:
+        if batch.sampling_info.sampling_seed is not None:
             # SGLang seeds a draw with the token's rank if some request of the batch filters, else with its
             # id. Always by rank, a draw does not depend on the other requests.
             batch.sampling_info.need_top_k_sampling = True
@@ -264,7 +269,7 @@ class DFlashWorker(BaseSpecWorker):
         is_penalized = Penalties.are_requested(batch.sampling_info)
         if is_penalized:
             self.penalties.penalize_prefill(batch)
-        if prompts.num_running and batch.has_grammar and grammar_barrier is not None:
+        if prompts.num_running and batch.has_grammar:
             # Under overlap the running requests' grammars may be a step behind, and this forward samples.
             grammar_barrier()
         result = self._target_worker.forward_batch_generation(
@@ -273,8 +278,7 @@ class DFlashWorker(BaseSpecWorker):
         plan, result.kv_loc_plan = result.kv_loc_plan, None
         # The same object that the batch holds tells SGLang that prefill did not change the lengths.
         result.new_seq_lens = batch.seq_lens
-        if on_publish is not None:
-            on_publish(result.new_seq_lens)
+        on_publish(result.new_seq_lens)
         # Tensor parallelism may pad the token dimension. Padding rows come last.
         aux_hidden = result.logits_output.hidden_states[: prompts.positions.numel()]
         cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
@@ -314,7 +318,7 @@ class DFlashWorker(BaseSpecWorker):
         return result
 
     def run_cycle(
-        self, batch, plan: CyclePlan, on_publish=None, grammar_barrier=None
+        self, batch, plan: CyclePlan, on_publish=_do_nothing, grammar_barrier=_do_nothing
     ) -> GenerationBatchResult:
         """Draft, verify, accept and commit. Start-up measures this too.
 
@@ -344,8 +348,7 @@ class DFlashWorker(BaseSpecWorker):
             self.penalties.count_block(batch, accepted)
         if self.target_states.are_recurrent:
             self.target_states.commit(batch, accepted.commit_lens)
-        if on_publish is not None:
-            on_publish(accepted.committed)
+        on_publish(accepted.committed)
         if batch.return_logprob:
             places: dict[str, Any] = {"chain_stride": layout.verify_len}
             if not layout.is_rectangle:
@@ -392,9 +395,7 @@ class DFlashWorker(BaseSpecWorker):
         block = draft_subset(drafter, cycle, on_host, drafted, verify_len, sampling_info, runner)
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
-        if drafted is not None:
-            cycle = cycle.packed(plan.layout, drafted)
-        return cycle, block, bool(len(on_host))
+        return cycle.packed(plan.layout, drafted), block, bool(len(on_host))
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

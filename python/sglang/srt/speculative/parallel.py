@@ -23,7 +23,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash.srt.compat import run_as_draft
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, table_rows
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
@@ -82,7 +82,7 @@ def run_idle(batch: Any, target_worker: Any, block_size: int) -> GenerationBatch
     nothing = torch.empty((0,), dtype=torch.int64, device=target_worker.device)
     if not batch.is_extend_in_batch:
         # SGLang reads from it how many rows each request of the other ranks has.
-        batch.spec_info = DFlashVerifyInput.for_target(VerifyLayout(0, block_size), nothing, nothing)
+        batch.spec_info = DFlashVerifyInput.for_target(whole_blocks(0, block_size), nothing, nothing)
     forward_batch = ForwardBatch.init_new(
         batch,
         target_worker.model_runner,

@@ -336,7 +336,7 @@ def _outside_vocabulary(req: Any) -> str | None:
         return "input_ids: the prompt has no tokens."
     if req.multimodal_inputs is not None:
         return None  # ids of an image's tokens are outside on purpose
-    worst = next((token for token in (min(ids), max(ids)) if not 0 <= token < req.vocab_size), None)
-    if worst is None:
-        return None
-    return f"input_ids: {worst} is outside the vocabulary, 0 to {req.vocab_size - 1}."
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < req.vocab_size:
+            return f"input_ids: {token} is outside the vocabulary, 0 to {req.vocab_size - 1}."
+    return None

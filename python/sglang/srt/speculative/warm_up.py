@@ -15,7 +15,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.width.measure import make_batch
 
@@ -89,10 +89,10 @@ def prewarm_probabilistic_step(
     at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
     some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
     logits = torch.zeros(at_once * block_size, vocab_size, device=device)
-    target_probs(logits, SimpleNamespace(**some), VerifyLayout(at_once, block_size))
+    target_probs(logits, SimpleNamespace(**some), whole_blocks(at_once, block_size))
     # Every row of the target is the same memory. The rows that are drawn from take their own.
     target = torch.zeros(1, vocab_size, device=device).expand(bs * block_size, -1)
     zeros = torch.zeros(bs, device=device)
     block = torch.cat((anchors[:, None], drafted), dim=1)
-    weight, rows = torch.ones_like(zeros, dtype=torch.float64), VerifyLayout(bs, block_size)
+    weight, rows = torch.ones_like(zeros, dtype=torch.float64), whole_blocks(bs, block_size)
     draw_final_tokens(block, zeros.int(), target, weight, draft, zeros, rows)

@@ -8,7 +8,7 @@ stay.
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -87,13 +87,13 @@ def is_draft(config: dict[str, Any]) -> bool:
     return is_speculators_config(config) or "dflash_config" in config or is_named
 
 
-def first_problem(problem: str | None) -> str | None:
-    """Return, on every rank, the problem of the first rank that has one."""
+def first_problem(problem: str) -> str:
+    """Return, on every rank, the problem of the first rank that has one. An empty text is none."""
     group = get_parallel().tp_group
-    problems: list[str | None] = [problem] * group.world_size
+    problems = [problem] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
-    return next((one for one in problems if one is not None), None)
+    return next((one for one in problems if one), "")
 
 
 def described(error: Exception) -> str:
@@ -133,32 +133,36 @@ def _module(name: str) -> str:
 def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     """Give both runners an updater that takes their own tensors."""
     names = Names(draft_runner.model, target_runner.model)
-    of_draft = draft_runner.weight_updater = RoutedUpdater(draft_runner, draft_runner.model, names)
-    target_runner.weight_updater = RoutedUpdater(target_runner, draft_runner.model, names, of_draft)
+    model = draft_runner.model
+    of_draft = RoutedUpdater("draft", draft_runner, model, names)
+    draft_runner.weight_updater = of_draft
+    target_runner.weight_updater = RoutedUpdater("target", target_runner, model, names, [of_draft])
 
 
 class RoutedUpdater:
     """SGLang's WeightUpdater of one runner, for tensors of the runner's model.
 
     Args:
-        runner: SGLang's of the target or the draft.
-        draft: the model.
+        kind: "target" or "draft".
+        runner: SGLang's of the model of this kind.
+        draft: the draft's model.
         names: tell whose a tensor is.
-        of_draft: the draft's updater; None for itself.
+        others: updaters that try their tensors before an update is written: for the target, the draft's.
 
     Attributes:
         selector: of the update that comes: "target", "draft" or "all". SGLang does not pass it on.
     """
 
-    def __init__(self, runner: Any, draft: Any, names: Names, of_draft: "RoutedUpdater | None" = None):
+    def __init__(
+        self, kind: str, runner: Any, draft: Any, names: Names, others: Sequence["RoutedUpdater"] = ()
+    ):
         self._updater, self._model_config = runner.weight_updater, runner.model_config
         self._model, self._draft, self._names = runner.model, draft, names
-        self._draft_updater, self._of_draft = of_draft, of_draft is None
-        self._kind = "draft" if self._of_draft else "target"
-        self._refusal = draft.no_update_reason if self._of_draft else None
+        self._kind, self._others, self._of_draft = kind, others, kind == "draft"
+        self._refusal = (draft.no_update_reason or "") if self._of_draft else ""  # empty: it takes updates
         self.selector = "all"
         self._selector = "all"  # of the update that runs
-        self._problem: str | None = None  # of some rank, once all ranks know it
+        self._problem = ""  # of some rank, once all ranks know it
         self._has_tried = self._has_written = False
         self._load_weights = self._model.load_weights
         self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
@@ -176,7 +180,7 @@ class RoutedUpdater:
         config = read_config(model_path, None)
         if (config is not None and is_draft(config)) != self._of_draft:
             return True, "Succeeded to update model weights."  # it is the other model's
-        if self._refusal is not None:
+        if self._refusal:
             return False, f"{model_path!r} is not loaded: {self._refusal}"
         before, load = self._model_config.model_path, self._updater.update_weights_from_disk
         update = functools.partial(load, model_path, *args, **kwargs)
@@ -212,7 +216,7 @@ class RoutedUpdater:
 
     def receive_weights_from_distributed(self, **options: Any) -> Any:
         """Receive tensors, for `load_weights_from_distributed` of both runners."""
-        self._problem = None
+        self._problem = ""
         return self._on_all_ranks(lambda: self._updater.receive_weights_from_distributed(**options))
 
     def load_weights_from_distributed(self, named_tensors: Weights) -> tuple[bool, str]:
@@ -227,14 +231,14 @@ class RoutedUpdater:
 
     def begin_weight_update(self) -> None:
         """Unpack quantized weights. Raises on all ranks if one fails."""
-        self._problem = None
-        if self._refusal is None:
+        self._problem = ""
+        if not self._refusal:
             self._on_all_ranks(self._updater.begin_weight_update)
 
     def end_weight_update(self, *, run_post_load: bool) -> None:
         """Pack quantized weights. Raises on all ranks if one fails."""
-        self._problem = None
-        if self._refusal is None:
+        self._problem = ""
+        if not self._refusal:
             self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
         self._draft.renew_copies()
 
@@ -250,36 +254,35 @@ class RoutedUpdater:
             selector: in place of the update's own.
             is_whole: A draft must get all its tensors.
         """
-        self._problem, self._has_tried, self._has_written = None, False, False
+        self._problem, self._has_tried, self._has_written = "", False, False
         self._selector, self._draft.takes_parts = selector or self.selector, not is_whole
         try:
             with unpacked(self._model, self._draft):  # the target's update tries the draft's tensors too
                 is_done, message = update()
-            problem = None if is_done else message
+            problem = "" if is_done else message
         except Exception as error:  # a broken checkpoint can raise anything
             problem = described(error)
         finally:
             self._draft.takes_parts = False
-        if self._problem is None:
-            self._problem = first_problem(problem)
+        self._problem = self._problem or first_problem(problem)
         if self._has_written:
             self._draft.renew_copies()
-        if self._problem is None:
+        if not self._problem:
             return True, message
         state = "its weights may be partly updated" if self._has_written else "the old weights stay"
         return False, f"No weight update of the {self._kind}, {state}: {self._problem}"
 
     def _on_all_ranks(self, run: Callable[[], Any]) -> Any:
         """Run, and raise ValueError on all ranks if one fails."""
-        if self._problem is not None:  # SGLang loads once more after a failure
+        if self._problem:  # SGLang loads once more after a failure
             raise ValueError(self._problem)
-        result, problem = None, None
+        result, problem = None, ""
         try:
             result = run()
         except Exception as error:
             problem = described(error)
         self._problem = first_problem(problem)
-        if self._problem is not None:
+        if self._problem:
             raise ValueError(self._problem)
         return result
 
@@ -300,12 +303,13 @@ class RoutedUpdater:
             drafts = [(name, tensor) for name, tensor in own if self._names.are_drafts(name)]
             own = drafts if self._of_draft else [pair for pair in own if not self._names.are_drafts(pair[0])]
         self._try_own(own, load)
-        if drafts and self._draft_updater is not None:
-            self._draft_updater._try_own(drafts, load)
+        if drafts:
+            for updater in self._others:
+                updater._try_own(drafts, load)
         return own
 
     def _try_own(self, own: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> None:
-        if own and self._refusal is not None:
+        if own and self._refusal:
             raise ValueError(self._refusal)
         has_written = self._has_written
         try:

@@ -22,7 +22,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
 )
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 WIDTH = 4
 SAMPLED, GREEDY = {"temperature": 1.0}, {"top_k": 1}
@@ -73,7 +73,7 @@ class Rule:
 @pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
 def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
-    block, rows = drawn_evenly(64), VerifyLayout(64, WIDTH)
+    block, rows = drawn_evenly(64), whole_blocks(64, WIDTH)
     acceptor = make_acceptor(rule=rule)
     torch.manual_seed(0)
     logits = torch.zeros(64 * WIDTH, VOCABULARY)
@@ -98,13 +98,10 @@ def test_arguments_of_the_rule(monkeypatch):
     assert len(uniforms.unique()) == 2 * WIDTH
 
 
-@pytest.mark.parametrize("rejects, by_blocks", [(True, True), (True, False), (False, True)])
-def test_the_rule_is_the_servers_choice(rejects, by_blocks):
-    spec = SimpleNamespace(
-        speculative_use_rejection_sampling=rejects, speculative_use_block_verification=by_blocks
-    )
-    rule = {(True, True): accept_by_block_verification, (True, False): accept_by_rejection}
-    assert rejection_rule(spec) is rule.get((rejects, by_blocks))
+@pytest.mark.parametrize("by_blocks", [True, False])
+def test_the_rule_is_the_servers_choice(by_blocks):
+    spec = SimpleNamespace(speculative_use_block_verification=by_blocks)
+    assert rejection_rule(spec) is (accept_by_block_verification if by_blocks else accept_by_rejection)
 
 
 def test_which_batches_are_drawn():
@@ -162,7 +159,7 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monk
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
-    block, rows = drawn_evenly(2), VerifyLayout(2, WIDTH)
+    block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
     logits = torch.randn(2 * WIDTH, VOCABULARY)
     before, acceptor = logits.clone(), make_acceptor(Sampler(), rule=accept_by_rejection)
     batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
@@ -181,7 +178,7 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
     accepted = accept(
         acceptor,
         batch_of(request, request, req_pool_indices=rows),
-        cycle_of(VerifyLayout(2, WIDTH)),
+        cycle_of(whole_blocks(2, WIDTH)),
         block if how == "drawn" else DraftBlock(block.tokens),
         torch.eye(VOCABULARY)[3].repeat(2 * WIDTH, 1),
         *caps,
@@ -201,7 +198,7 @@ def test_simulated_blocks_end_no_request(is_drawn):
     accepted = accept(
         acceptor,
         batch_of(request, request),
-        cycle_of(VerifyLayout(2, WIDTH)),
+        cycle_of(whole_blocks(2, WIDTH)),
         block if is_drawn else DraftBlock(block.tokens),
         logits,
     )

@@ -9,7 +9,7 @@ from support.sampling_parameters import VOCABULARY
 
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_torch, penalize_block_torch
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 BLOCK = torch.tensor([[1, 2, 2, 3], [4, 4, 4, 4]])
 LENGTHS = [None, np.array([1, 3])]
@@ -33,7 +33,7 @@ def test_a_bias_is_its_requests_own(lengths):
 
 def test_penalties_come_before_the_bias():
     """A repetition penalty scales logits, and SGLang does not scale the bias."""
-    rows, logits = VerifyLayout(2, 4), torch.randn(8, VOCABULARY)
+    rows, logits = whole_blocks(2, 4), torch.randn(8, VOCABULARY)
     wanted = 2 * logits + 1
     penalties = SimpleNamespace(penalize_block=lambda batch, block, logits, rows: logits.mul_(2))
     batch = batch_of(logit_bias=torch.ones(2, VOCABULARY), acc_additive_penalties=object())

@@ -12,7 +12,7 @@ from support.rejection_batches import batches
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size
@@ -81,7 +81,7 @@ def test_a_rejection_without_a_residual_draws_a_possible_token():
     nothing, weight = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.float64)
     for uniform in (0.0, 0.7):
         _, tokens = draw_final_tokens(
-            block, nothing, probs.repeat(2, 1), weight, draft, torch.tensor([uniform]), VerifyLayout(1, 2)
+            block, nothing, probs.repeat(2, 1), weight, draft, torch.tensor([uniform]), whole_blocks(1, 2)
         )
         assert tokens[0, 0] == (1 if uniform < 0.5 else 2)
 

@@ -14,7 +14,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import (
     accept_by_rejection,
 )
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
@@ -77,7 +77,7 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     with Peak() as peak:
         hidden = torch.zeros(BS, WIDTH - 1, HIDDEN, dtype=torch.bfloat16, device="meta")
         drafted, probs = draw_drafts(draft, hidden, info, DraftSampling())
-        rows = VerifyLayout(BS, WIDTH)
+        rows = whole_blocks(BS, WIDTH)
         target, _ = target_probs(logits, info, rows)
         block = torch.cat((drafted[:, :1], drafted), dim=1)
         uniforms = torch.rand(BS, WIDTH, device="meta")
@@ -95,7 +95,7 @@ def test_start_up_allocates_as_much_as_a_step(draft):
         )
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     with Peak() as in_a_step:
-        target_probs(logits, sampling_info("meta"), VerifyLayout(BS, WIDTH))
+        target_probs(logits, sampling_info("meta"), whole_blocks(BS, WIDTH))
     assert in_a_step.bytes <= at_start_up.bytes < GIGABYTE
 
 
@@ -104,8 +104,8 @@ def test_slices_change_nothing(dtype, monkeypatch):
     """Compare one slice of all rows with many slices."""
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
-    whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), VerifyLayout(3, 4))
+    whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), whole_blocks(3, 4))
     monkeypatch.setattr("sglang_dflash.srt.speculative.acceptance.target_sampling.ELEMENTS_AT_ONCE", 100)
-    sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), VerifyLayout(3, 4))
+    sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), whole_blocks(3, 4))
     assert torch.equal(whole, sliced) and whole.shape == (12, 50)
     torch.testing.assert_close(whole.sum(dim=-1), torch.ones(12))

@@ -16,19 +16,19 @@ from support.engine import start
 from support.sampling_parameters import TOP_K_ALL, VOCABULARY, sampling_info
 
 from sglang_dflash.srt.speculative.acceptance import target_sampling
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 
 def draw_target_tokens(logits, info, positions, width, sampler):
     """Draw after every slot of whole blocks."""
-    rows = VerifyLayout(len(logits) // width, width)
+    rows = whole_blocks(len(logits) // width, width)
     masks = target_sampling.SamplingMasks(info, width)
     return target_sampling.draw_target_tokens(logits, info, positions.view(-1, width), rows, sampler, masks)
 
 
 def target_probs(logits, info, width):
     """Compute the distributions after every slot of whole blocks."""
-    found, best = target_sampling.target_probs(logits, info, VerifyLayout(len(logits) // width, width))
+    found, best = target_sampling.target_probs(logits, info, whole_blocks(len(logits) // width, width))
     return found.view(*best.shape, -1), best
 
 
@@ -262,7 +262,7 @@ def test_target_probs_are_the_samplers():
     assert found.shape == (bs, width, VOCABULARY) and found.dtype == torch.float32
     assert found.data_ptr() == logits.data_ptr()  # in place
     rows = {
-        name: VerifyLayout(bs, width).repeat(getattr(info, name))
+        name: whole_blocks(bs, width).repeat(getattr(info, name))
         for name in ("temperatures", "top_ks", "top_ps", "min_ps")
     }
     _, weights, ids, _ = top_k_top_p_min_p_sampling_from_probs_torch(

@@ -17,22 +17,25 @@ from sglang_dflash.srt.speculative.cycle.lengths import (
 )
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
-from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
+from sglang_dflash.srt.speculative.dflash_info import UNKNOWN, DFlashDraftInput
 
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 
 
-def draft_input(known: list | None, rows: list[int]) -> DFlashDraftInput:
+def draft_input(known: list, rows: list[int]) -> DFlashDraftInput:
     nothing = torch.zeros(len(rows), dtype=torch.int64)
     return DFlashDraftInput(nothing, nothing, future_indices=torch.tensor(rows), known_lens=known)
 
 
-def decode_batch(known: list | None, rows: list[int], committed: list[int]) -> SimpleNamespace:
+def decode_batch(known: list, rows: list[int], committed: list[int]) -> SimpleNamespace:
     """Make a batch of requests with `committed` tokens, as far as the host has processed them."""
-    reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0, kv_committed_len=n)) for n in committed]
     return SimpleNamespace(
-        spec_info=draft_input(known, rows), reqs=reqs, seq_lens_cpu="stale", seq_lens_sum=0
+        spec_info=draft_input(known, rows), reqs=reqs_of(committed), seq_lens_cpu="stale", seq_lens_sum=0
     )
+
+
+def reqs_of(committed: list[int]) -> list[SimpleNamespace]:
+    return [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0, kv_committed_len=n)) for n in committed]
 
 
 def launched(ring: CyclesInFlight, width: int, num_requests: int = 2) -> CycleInFlight:
@@ -48,7 +51,7 @@ def relay() -> KnownLengthsMap:
     return relay
 
 
-@pytest.mark.parametrize("known", [[60, 80], None])
+@pytest.mark.parametrize("known", [[60, 80], []])
 def test_the_device_is_asked_for_what_is_not_known(relay, known):
     batch, before = decode_batch(known, [1, 3], [0, 0]), counts.report()
     batch.spec_info.spread = [9, 9]  # of the last step
@@ -103,9 +106,10 @@ def test_what_is_known_stays_with_its_requests():
     batch.merge_batch(draft_input([9], [0]))
     assert batch.known_lens == [60, 80, 9] and batch.future_indices.tolist() == [1, 3, 0]
     batch.filter_batch(torch.tensor([1]))  # nobody says on the host which
-    assert batch.known_lens is None
+    assert batch.known_lens == [UNKNOWN]
     batch.merge_batch(draft_input([9], [0]))
-    assert batch.known_lens is None
+    assert batch.known_lens == [UNKNOWN, 9]
+    assert bounds_of(SimpleNamespace(spec_info=batch, reqs=reqs_of([0, 0]))) is None
 
 
 def test_a_prefill_ends_at_known_lengths():

@@ -20,7 +20,7 @@ from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative import request_fields as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
@@ -149,7 +149,7 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     block = torch.zeros(2, 4, dtype=torch.int64)
     drawn = DraftBlock(block, one_hot(block[:, 1:]))
-    cycle = SimpleNamespace(layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7]))
+    cycle = SimpleNamespace(layout=whole_blocks(2, 4), committed=torch.tensor([5, 7]))
     agreed = accept(acceptor, batch, cycle, drawn, torch.zeros(8, VOCABULARY))
     want = theirs if agrees else mine
     for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
@@ -165,7 +165,7 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     info = sampling_info({"top_k": 1}, {"top_k": 1})
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)
     cycle = SimpleNamespace(
-        positions=torch.arange(8).view(2, 4), layout=VerifyLayout(2, 4), committed=torch.tensor([5, 7])
+        positions=torch.arange(8).view(2, 4), layout=whole_blocks(2, 4), committed=torch.tensor([5, 7])
     )
     accepted = accept(make_acceptor(), batch, cycle, block, logits.clone(), np.array([1, 3]))
     assert (accepted.accept_len.tolist(), accepted.bonus.tolist()) == ([1, 3], [2, 8])

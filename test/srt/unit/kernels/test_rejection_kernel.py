@@ -21,7 +21,8 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray | None = None) -> None:
     """Compare whole blocks, or blocks of which each request verifies `lengths` [bs] drafted tokens."""
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
-    rows = VerifyLayout(*block.shape, lengths, DEVICE)
+    whole = np.full(len(block), block.shape[1] - 1)
+    rows = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
     target_probs = rows.pack(target_probs)
     twin = walk_by_block_verification if block_verification else walk_by_rejection
     want = twin(block, target_probs, draft, accept_uniforms, rows)

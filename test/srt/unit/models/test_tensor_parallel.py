@@ -21,7 +21,7 @@ from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_blo
 
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_by_rejection
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_ranks_take_what_rank_0_chose(top_k):
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
     positions = torch.arange(6).view(2, width)
     cycle = SimpleNamespace(
-        positions=positions, layout=VerifyLayout(2, width), committed=torch.tensor([7, 7])
+        positions=positions, layout=whole_blocks(2, width), committed=torch.tensor([7, 7])
     )
     block = torch.zeros(2, width, dtype=torch.int64)
     accepted = accept(acceptor, batch, cycle, DraftBlock(block), logits.clone())

@@ -19,7 +19,7 @@ def walk_blocks_triton(
 
     One program per request, no host synchronisation. Reads 12 bytes per drafted slot and candidate. Block
     verification reads these twice, and the target's probability of each candidate once. Arguments are
-    contiguous, and as for `accept_by_rejection` except for two. `starts` [bs] int64 is the row of
+    contiguous, and as for `accept_drawn` except for two. `starts` [bs] int64 is the row of
     `target_probs` of each request's anchor, `max_accept` [bs] int32 the verified drafted tokens. If both are
     None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of
     `DraftProbs`.

@@ -115,7 +115,8 @@ class Acceptor:
         vocab_size: of the target. A request with broken logits reports this id, on which SGLang ends the
             request with "NaN happened".
         tp_sync: SGLang's synchronisation of the ranks that must choose the same tokens.
-        rule: for drawn drafts. None: drafts are never drawn.
+        can_draw: whether drafts are drawn.
+        rule: for drawn drafts.
         simulated: replaces all decisions, for benchmarks, if it is on.
         metrics: counts batches that cannot be drawn.
         longest: the most tokens of a text, see `accept_greedy`.
@@ -127,7 +128,8 @@ class Acceptor:
         sampler: Any,
         vocab_size: int,
         tp_sync: SpecTpSync,
-        rule: RejectionRule | None,
+        can_draw: bool,
+        rule: RejectionRule,
         simulated: SimulatedAcceptance,
         metrics: DFlashMetrics,
         longest: int,
@@ -135,12 +137,7 @@ class Acceptor:
     ):
         self._metrics, self._longest, self._relay = metrics, longest, relay
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
-        self._rule, self._simulated = rule, simulated
-
-    @property
-    def can_draw(self) -> bool:
-        """True if blocks drawn from the draft's distribution can be verified."""
-        return self._rule is not None
+        self.can_draw, self._rule, self._simulated = can_draw, rule, simulated
 
     def draws_drafts(self, sampling_info: Any, is_capped: bool = False) -> bool:
         """Tell whether a batch's blocks are drawn: if the server draws and some request samples.
@@ -174,39 +171,48 @@ class Acceptor:
                 overwrites them. It takes what the tokens were drawn from, if a request returns it.
             caps: the most drafted tokens of each request to accept. [bs]
         """
-        sampling_info, layout, logits = batch.sampling_info, cycle.layout, logits_output.next_token_logits
+        masks = SamplingMasks(batch.sampling_info, cycle.layout.verify_len)
+        accepted = self._accept(batch, cycle, block, logits_output.next_token_logits, caps, masks)
+        # SGLang need not copy these lengths and tokens: they are in the tables.
+        self._relay.published_seq_lens, self._relay.published_bonus = accepted.committed, accepted.bonus
+        if masks.are_requested:
+            logits_output.sampling_mask_output = masks.output(accepted)
+        return accepted
+
+    def _accept(
+        self,
+        batch: Any,
+        cycle: Cycle,
+        block: DraftBlock,
+        logits: torch.Tensor,
+        caps: np.ndarray,
+        masks: SamplingMasks,
+    ) -> AcceptedBlocks:
+        sampling_info, layout, relay = batch.sampling_info, cycle.layout, self._relay
         if batch.return_logprob and not sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
-        masks = SamplingMasks(sampling_info, layout.verify_len)
         if not masks.are_requested:
             sampling_info = filters_of_sampled(batch)
+        tables = RelayTables(batch.req_pool_indices, relay.new_seq_lens, relay.output_tokens)
+        rest = cycle.committed, self._broken_token, tables, self._longest
         if block.probs is not None:
             accept_len, tokens, max_logits = self._reject(
                 sampling_info, block.tokens, block.probs, logits, layout, masks
             )
         else:
             tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
-        relay, rows = self._relay, batch.req_pool_indices
-        tables = RelayTables(rows, relay.new_seq_lens, relay.output_tokens)
-        rest = cycle.committed, self._broken_token, tables, self._longest
-        is_capped = bool((caps < layout.num_draft_tokens).any())
+            is_capped = bool((caps < layout.num_draft_tokens).any())
+            if layout.is_rectangle and not is_capped and not self._simulated.is_on:
+                return accept_greedy(block.tokens, tokens, max_logits, *rest)
+            accept_len = accept_matching_prefix(block.tokens, tokens)
+            if not layout.is_rectangle:
+                accept_len = accept_len.minimum(layout.max_accept)
+            if is_capped:
+                accept_len = accept_len.minimum(on_device(caps, torch.int32, logits.device))
         if self._simulated.is_on:
             accept_len, tokens = self._simulated.override(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
-            accepted = complete_blocks(accept_len, tokens, max_logits, *rest)
-        elif block.probs is not None:
-            accepted = complete_blocks(accept_len, tokens, max_logits, *rest)
-        elif is_capped or not layout.is_rectangle:
-            most = on_device(caps, torch.int32, logits.device) if is_capped else layout.max_accept
-            accept_len = accept_matching_prefix(block.tokens, tokens).minimum(most)
-            accepted = complete_blocks(accept_len, tokens, max_logits, *rest)
-        else:
-            accepted = accept_greedy(block.tokens, tokens, max_logits, *rest)
-        # SGLang need not copy these lengths and tokens: they are in the tables.
-        relay.published_seq_lens, relay.published_bonus = accepted.committed, accepted.bonus
-        if masks.are_requested:
-            logits_output.sampling_mask_output = masks.output(accepted)
-        return accepted
+        return complete_blocks(accept_len, tokens, max_logits, *rest)
 
     def _target_tokens(
         self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks
@@ -228,7 +234,6 @@ class Acceptor:
         masks: SamplingMasks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""
-        assert self._rule is not None, "no block is drawn without a rule"
         bs, verify_len = tokens.shape
         probs, max_logits = target_probs(logits, sampling_info, rows)
         if masks.are_requested:

@@ -5,6 +5,7 @@ each position must include the drafted tokens before it, and in the end only out
 counts are kept here, on the device, and replace SGLang's own.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,8 +24,8 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Promp
 class _Terms:
     """Penalties of bs requests, in columns [bs, 1]: float32, and int64 for the lengths.
 
-    `stop_logits` is [bs, vocab] float32, -inf at the tokens that end a request. It is None if no request has
-    a minimum length.
+    `stop_logits` is [bs, vocab] float32, -inf at the tokens that end a request. None if no request has a
+    minimum length.
     """
 
     frequency: torch.Tensor
@@ -104,18 +105,15 @@ class Penalties:
     def __init__(self, pool_size: int, vocab_size: int, device: torch.device):
         self._shape = pool_size, vocab_size
         self._device = device
-        self._allocated: torch.Tensor | None = None
 
     @staticmethod
     def are_requested(sampling_info: Any) -> bool:
         """Tell whether a request of the batch has a penalty. SGLang has then summed its own."""
         return sampling_info.acc_additive_penalties is not None
 
-    @property
+    @functools.cached_property
     def _counts(self) -> torch.Tensor:
-        if self._allocated is None:
-            self._allocated = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
-        return self._allocated
+        return torch.zeros(self._shape, dtype=torch.int32, device=self._device)
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Count the tokens that new requests emitted before they were retracted."""
@@ -196,17 +194,18 @@ def penalize_block_torch(
     counts, one = counts[requests], counts.new_ones((bs, 1))
     if starts is None:
         starts = torch.arange(bs, device=block.device) * block_size
+        max_accept = torch.full_like(starts, block_size - 1)
     for k in range(block_size):
         if k > 0:
             counts.scatter_add_(1, block[:, k : k + 1], one)
         # Requests that do not verify this slot look at their last row, and leave it alone.
-        row = starts + (k if max_accept is None else max_accept.clamp(max=k))
+        row = starts + max_accept.clamp(max=k)
         old = logits[row]
         # The block's first token, at position seq_lens, has been emitted too.
         new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
         scaling = terms.scaling(counts)
         new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
-        logits[row] = new if max_accept is None else torch.where((k <= max_accept)[:, None], new, old)
+        logits[row] = torch.where((k <= max_accept)[:, None], new, old)
 
 
 def count_tokens_torch(counts, requests, tokens, accept_len) -> None:
@@ -246,7 +245,6 @@ def constrain(
         else:
             logits.add_(rows.repeat(info.logit_bias))
     if batch.has_grammar:
-        assert chains is not None
         mask = build_grammar_vocab_mask(
             reqs=batch.reqs,
             tree=chains,
@@ -259,5 +257,4 @@ def constrain(
                 mask = mask._replace(vocab_mask=mask.vocab_mask[rows.index])
             mask.apply(logits)
     if info.has_custom_logit_processor:
-        blocks = None if chains is None else chains.resolve()[-1]
-        apply_processors(batch, logits.view(*block.shape, -1), blocks)
+        apply_processors(batch, logits.view(*block.shape, -1), chains)

@@ -172,7 +172,7 @@ class RequestAtSlot:
         return getattr(self._req, name)
 
 
-def apply_processors(batch: Any, logits: torch.Tensor, blocks: torch.Tensor | None) -> None:
+def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
     """Apply a batch's processors to the logits of blocks, in place.
 
     The requests' outputs on the host must be complete (`without_overlap`).
@@ -180,7 +180,7 @@ def apply_processors(batch: Any, logits: torch.Tensor, blocks: torch.Tensor | No
     Args:
         batch: the scheduler's.
         logits: [bs, B, vocab].
-        blocks: [bs, B] int64 on the host. Not read unless `need_tokens`.
+        chains: SGLang's GrammarTree of the blocks. Not read unless `need_tokens`.
     """
     apply_custom_logit_processor(logits[:, 0], batch.sampling_info)
     num_slots = logits.shape[1]
@@ -189,8 +189,7 @@ def apply_processors(batch: Any, logits: torch.Tensor, blocks: torch.Tensor | No
     for row, req in enumerate(batch.reqs):
         if not _runs_per_slot(req):
             continue
-        assert blocks is not None, "the drafted tokens are on the host if a processor reads them"
-        drafted = blocks[row, 1:].tolist()
+        drafted = chains.resolve()[-1][row, 1:].tolist()
         params = [
             {**req.sampling_params.custom_params, _REQUEST: RequestAtSlot(req, drafted[:slot])}
             for slot in range(1, num_slots)
@@ -212,7 +211,8 @@ def without_overlap() -> Callable[..., bool]:
     def is_disable_overlap_for_batch(self, batch, last_batch):
         if original(self, batch, last_batch):
             return True
-        info = batch.sampling_info if batch is not None else None
-        return bool(info is not None and info.has_custom_logit_processor and self.result_queue)
+        if batch is None or batch.sampling_info is None:
+            return False
+        return bool(batch.sampling_info.has_custom_logit_processor and self.result_queue)
 
     return is_disable_overlap_for_batch

@@ -10,6 +10,7 @@ drafted token. Block verification also needs the mass shared with the target, to
 The draft's probabilities are subtracted in one row per request, for the final token. So a list of candidates
 is enough: 64 of them take 0.6 MB at bs 48, B 16. [bs, B - 1, V] float32 would take 440 MB for V = 152k."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
-def accept_by_rejection(
+def accept_drawn(
+    walk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     block: torch.Tensor,
     target_probs: torch.Tensor,
     draft: DraftProbs,
@@ -28,18 +30,13 @@ def accept_by_rejection(
     final_uniforms: torch.Tensor,
     rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept by standard rejection.
-
-    Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
-
-    With p the target's distribution and q the draft's, a drafted token x is accepted with probability min(1,
-    p(x) / q(x)). At the first rejection the final token comes from max(0, p - q), normalised. After a whole
-    block it comes from p.
+    """Accept drawn tokens by a rule.
 
     NaN, infinite or negative probabilities give their request valid token ids without a meaning, and change
     no other request. Neither `target_probs` nor `choose_tokens` makes such probabilities.
 
     Args:
+        walk: the rule. On CUDA its kernel runs in its place.
         block: [bs, B] int64, column 0 the anchor.
         target_probs: [T, V] float32, the target's distribution after each verified slot, normalised. One-hot
             for a greedy request, which is then accepted as by `accept_matching_prefix`.
@@ -49,37 +46,6 @@ def accept_by_rejection(
         rows: verified slots, chosen before any of these draws. A chain that is kept to its last verified slot
             counts as a whole block.
     """
-    return _accept(
-        walk_by_rejection, False, block, target_probs, draft, accept_uniforms, final_uniforms, rows
-    )
-
-
-def accept_by_block_verification(
-    block: torch.Tensor,
-    target_probs: torch.Tensor,
-    draft: DraftProbs,
-    accept_uniforms: torch.Tensor,
-    final_uniforms: torch.Tensor,
-    rows: VerifyLayout,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept by block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
-
-    The first i drafted tokens together have the weight w_i = min(1, w_(i-1) * p(x_i) / q(x_i)). They are
-    accepted with probability r / (r + 1 - w_i). r is the sum of max(0, w_i * p - q) for the token after
-    them. A whole block is accepted with probability w_i. The longest accepted prefix counts, and the final
-    token comes from max(0, w_i * p - q), normalised. So a later token the draft gives too rarely can make up
-    for one it gives too often: the expected length is never below `accept_by_rejection`'s. For one-hot drafts
-    both rules are the same.
-
-    Arguments are those of `accept_by_rejection`.
-    """
-    walk = walk_by_block_verification
-    return _accept(walk, True, block, target_probs, draft, accept_uniforms, final_uniforms, rows)
-
-
-def _accept(
-    walk, by_block, block, target_probs, draft, accept_uniforms, final_uniforms, rows
-) -> tuple[torch.Tensor, torch.Tensor]:
     if block.is_cuda:
         accept_len, weight = walk_blocks_triton(
             block,
@@ -87,7 +53,7 @@ def _accept(
             draft.ids,
             draft.probs,
             accept_uniforms.contiguous(),
-            by_block,
+            walk is walk_by_block_verification,
             *rows.bounds,
         )
     else:
@@ -102,7 +68,13 @@ def walk_by_rejection(
     accept_uniforms: torch.Tensor,
     rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept drafted tokens one by one.
+    """Accept drafted tokens one by one, by standard rejection.
+
+    Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
+
+    With p the target's distribution and q the draft's, a drafted token x is accepted with probability min(1,
+    p(x) / q(x)). At the first rejection the final token comes from max(0, p - q), normalised. After a whole
+    block it comes from p.
 
     Returns accept lengths [bs] int32 and weights [bs] float64, which are always 1.
     """
@@ -133,7 +105,14 @@ def walk_by_block_verification(
     accept_uniforms: torch.Tensor,
     rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the longest accepted prefix of each block.
+    """Find the longest accepted prefix of each block (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
+
+    The first i drafted tokens together have the weight w_i = min(1, w_(i-1) * p(x_i) / q(x_i)). They are
+    accepted with probability r / (r + 1 - w_i). r is the sum of max(0, w_i * p - q) for the token after
+    them. A whole block is accepted with probability w_i. The longest accepted prefix counts, and the final
+    token comes from max(0, w_i * p - q), normalised. So a later token the draft gives too rarely can make up
+    for one it gives too often: the expected length is never below `walk_by_rejection`'s. For one-hot drafts
+    both rules are the same.
 
     Returns accept lengths [bs] int32 and the weights w of these prefixes, [bs] float64.
     """
@@ -202,6 +181,8 @@ def draw_final_tokens(
     return accept_len, tokens
 
 
+accept_by_rejection = functools.partial(accept_drawn, walk_by_rejection)
+accept_by_block_verification = functools.partial(accept_drawn, walk_by_block_verification)
 RejectionRule = Callable[
     [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
     tuple[torch.Tensor, torch.Tensor],
@@ -213,8 +194,6 @@ RULES: dict[str, RejectionRule] = {
 }
 
 
-def rejection_rule(spec: Any) -> RejectionRule | None:
-    """Choose the rule for drawn drafts by SGLang's flags. None: drafts are never drawn."""
-    if not spec.speculative_use_rejection_sampling:
-        return None
+def rejection_rule(spec: Any) -> RejectionRule:
+    """Choose the rule for drawn drafts by SGLang's flags."""
     return RULES["block verification" if spec.speculative_use_block_verification else "rejection"]

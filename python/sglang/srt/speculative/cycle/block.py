@@ -69,7 +69,6 @@ class Cycle:
             num_slots,
         )
         if batch.seq_lens_cpu is None:
-            assert draft_input.reserved_lens_cpu is not None, "prepare_for_decode comes first"
             seq_lens_cpu = draft_input.reserved_lens_cpu
             # Copies beyond a block leave the slots of a block free.
             committed_host = seq_lens_cpu - min(num_slots, get_spec().speculative_num_draft_tokens)
@@ -128,6 +127,8 @@ class Cycle:
 
         None: all of them have.
         """
+        if layout is self.layout and drafted is self.drafted:
+            return self
         cycle, verify_len = replace(self, layout=layout, drafted=drafted), layout.verify_len
         if layout.is_rectangle and verify_len == self.verify_len:
             return cycle

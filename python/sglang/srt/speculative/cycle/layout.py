@@ -21,7 +21,7 @@ class VerifyLayout:
     Args:
         bs: number of requests.
         verify_len: W.
-        num_draft_tokens: [bs] on the host, L_i. None: W - 1 for every request.
+        num_draft_tokens: [bs] on the host, L_i.
         device: of the maps.
         for_graph: SGLang's layout of the rows, for backends that read it on a GPU.
 
@@ -36,24 +36,22 @@ class VerifyLayout:
         self,
         bs: int,
         verify_len: int,
-        num_draft_tokens: np.ndarray | None = None,
+        num_draft_tokens: np.ndarray,
         device: Any = "cpu",
         for_graph: Any = None,
     ):
         self.bs, self.verify_len, self.for_graph = bs, verify_len, for_graph
-        if num_draft_tokens is None:
-            num_draft_tokens = np.full(bs, verify_len - 1)
         self.num_draft_tokens = num_draft_tokens
-        self.is_rectangle = bool((num_draft_tokens == verify_len - 1).all())
-        if for_graph is not None and for_graph.graph_num_tokens != bs * verify_len:
-            self.is_rectangle = False
-        self._columns: tuple[int, torch.Tensor] | None = None
+        num_verified = num_rows = int(num_draft_tokens.sum()) + bs
+        if for_graph is not None:
+            num_rows = for_graph.graph_num_tokens
+        self.is_rectangle = num_verified == num_rows == bs * verify_len
         if self.is_rectangle:
             return
         column, counts = np.arange(verify_len), num_draft_tokens[:, None]
         starts = np.cumsum(num_draft_tokens + 1) - num_draft_tokens - 1
         index = np.flatnonzero(column <= counts)
-        self._padding = 0 if for_graph is None else for_graph.graph_num_tokens - len(index)
+        self._padding, self._columns = num_rows - num_verified, (0, torch.empty(0))
         self.max_accept = on_device(num_draft_tokens, torch.int32, device)
         self.slots = on_device(starts[:, None] + np.minimum(column, counts), torch.int64, device)
         self.index = on_device(np.pad(index, (0, self._padding)), torch.int64, device)
@@ -63,7 +61,7 @@ class VerifyLayout:
 
         Rows that no request has get -1. Not for a rectangle.
         """
-        if self._columns is None or self._columns[0] != block_size:
+        if self._columns[0] != block_size:
             held = np.arange(block_size) <= self.num_draft_tokens[:, None]
             columns = np.pad(np.flatnonzero(held), (0, self._padding), constant_values=-1)
             self._columns = block_size, on_device(columns, torch.int64, self.index.device)
@@ -111,4 +109,4 @@ class VerifyLayout:
 @functools.lru_cache(maxsize=1024)
 def whole_blocks(bs: int, verify_len: int) -> VerifyLayout:
     """Return the layout of blocks that are verified whole. A cycle asks several times."""
-    return VerifyLayout(bs, verify_len)
+    return VerifyLayout(bs, verify_len, np.full(bs, verify_len - 1))

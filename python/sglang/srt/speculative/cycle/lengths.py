@@ -17,6 +17,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, counts
+from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +43,10 @@ def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
 
 def bounds_of(batch: Any) -> LengthBounds | None:
     """Return the bounds of a decode batch's lengths. None: the host cannot tell."""
-    known_lens = batch.spec_info.known_lens
-    if known_lens is None:
-        return None
     most, spread = [], []
-    for req, known in zip(batch.reqs, known_lens, strict=True):
-        if req.kv.req_pool_idx is None:
-            return None  # it ended since the batch was chosen
+    for req, known in zip(batch.reqs, batch.spec_info.known_lens, strict=True):
+        if known == UNKNOWN or req.kv.req_pool_idx is None:
+            return None  # or it ended since the batch was chosen
         if isinstance(known, int):
             added, length = 0, known
         elif known.has_landed:
@@ -77,7 +75,7 @@ class KnownLengthsMap(FutureMap):
             return super().resolve_seq_lens_cpu(batch, *options, **named)
         bounds = bounds_of(batch)
         if bounds is None:
-            if draft_input.known_lens is not None:
+            if UNKNOWN not in draft_input.known_lens:
                 counts.add("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
             draft_input.spread = None
             return super().resolve_seq_lens_cpu(batch, *options, **named)

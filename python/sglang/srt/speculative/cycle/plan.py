@@ -88,7 +88,7 @@ class CycleInFlight:
 
     Attributes:
         plan: what it drafts and verifies.
-        proposals: sources of the blocks. None: no copies were looked up.
+        proposals: sources of the blocks.
         has_landed: whether the host knows the accept lengths.
         previous: the cycle launched before, until it lands.
     """

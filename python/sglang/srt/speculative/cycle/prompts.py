@@ -50,7 +50,7 @@ class Prompts:
         tokens = self.tokens
         for req in self.new_reqs:
             inputs = req.multimodal_inputs
-            for item in [] if inputs is None else inputs.mm_items:
+            for item in getattr(inputs, "mm_items", ()):
                 if item.is_video():
                     token = inputs.video_token_id
                 else:

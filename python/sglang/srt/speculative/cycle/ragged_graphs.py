@@ -122,7 +122,7 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
         return "layers with chunks have page tables of their own"
-    if graphs is None or graphs.disable_padding:
+    if getattr(graphs, "disable_padding", True):
         return "there are no CUDA graphs that pad batches"
     if graphs.require_gathered_buffer or graphs.enable_two_batch_overlap:
         return "data-parallel attention and two-batch overlap take blocks of one width"
@@ -144,7 +144,7 @@ class RowBackends:
         graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
         self._packed = backend, graphs
         self.sizes, self._is_whole = graphs.capture_bs, True
-        self._latest: tuple[bytes, VerifyLayout] | None = None
+        self._latest = b"", whole_blocks(0, block_size)
         logger.info("DFLASH: made graphs of %d to %d rows.", self.sizes[0], self.sizes[-1])
 
     def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
@@ -160,7 +160,7 @@ class RowBackends:
         if is_whole:
             return whole_blocks(len(lengths), self._block_size)
         key = lengths.tobytes()
-        if self._latest is None or self._latest[0] != key:
+        if self._latest[0] != key:
             self._latest = key, self._lay_out(lengths)
         return self._latest[1]
 

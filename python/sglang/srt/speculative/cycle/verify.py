@@ -80,9 +80,8 @@ def multimodal_positions(
     """
     if rows.is_rectangle or not runner.model_config.model_is_mrope:
         return None
-    media = batch.multimodal_inputs
-    if any(inputs is not None for inputs in media):
-        added = [0 if inputs is None else int(inputs.mrope_position_delta) for inputs in media]
+    added = [int(getattr(inputs, "mrope_position_delta", 0)) for inputs in batch.multimodal_inputs]
+    if any(added):
         positions = positions + rows.repeat(on_device(added, torch.int64, positions.device))
     return positions.repeat(3, 1)
 

@@ -130,14 +130,14 @@ class CopySource:
     Attributes:
         history: [rows, positions] int32, texts. -1: no token.
         knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
-        proposals: sources of the latest cycle's blocks. None: there are no texts.
+        proposals: sources of the latest cycle's blocks.
     """
 
     def __init__(self, block_size: int, stats: CopyStats):
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
-        self.proposals: Proposals | None = None
+        self.proposals = stats.proposals(None, was_drafted=True)
         self._has_texts = False
         self._keys: torch.Tensor | None = None  # of the next cycle's matches
         self._found: torch.Tensor | None = None  # continuations of all matches of the cycle under way

@@ -35,12 +35,11 @@ class TargetKind:
 
     def capture_layers(self, model: Any, layer_ids: Sequence[int]) -> None:
         """Make `model` return these layers' outputs too. Raises ValueError if it cannot."""
-        method = getattr(model, self.capture, None)
-        if method is None:
+        if not hasattr(model, self.capture):
             raise ValueError(
                 f"DFLASH needs hidden states of the target, and {type(model).__name__} has no {self.capture}."
             )
-        method([layer_id + self.offset for layer_id in layer_ids])
+        getattr(model, self.capture)([layer_id + self.offset for layer_id in layer_ids])
 
 
 VERIFIED_TARGETS = {
@@ -115,11 +114,11 @@ def _find_capture_method(name: str) -> str:
     """
     from sglang.srt.models.registry import ModelRegistry  # imports every model, so not at the top
 
-    model_class = ModelRegistry.models.get(name)
-    if model_class is None:
+    if name not in ModelRegistry.models:
         raise ValueError(
             f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine."
         )
+    model_class = ModelRegistry.models[name]
     captures = [method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)]
     if not captures:
         raise ValueError(
@@ -138,7 +137,7 @@ def configure_capture(
     eagle_use_aux_hidden_state: bool,
     eagle_aux_hidden_state_layer_ids: Any,
     dflash_use_aux_hidden_state: bool,
-    dflash_target_layer_ids: Sequence[int] | None,
+    dflash_target_layer_ids: Any,
     is_dspark: bool,
 ) -> None:
     """Replace SGLang's `configure_aux_hidden_state_capture`.
@@ -146,5 +145,4 @@ def configure_capture(
     SGLang calls one method on every target. It runs on the draft's model too, from which nothing is captured.
     """
     if dflash_use_aux_hidden_state:
-        assert dflash_target_layer_ids is not None
         target_kind([type(model).__name__]).capture_layers(model, dflash_target_layer_ids)
