@@ -33,10 +33,9 @@ from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     plans_blocks,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance, make_relay
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
-from sglang_dflash.srt.speculative.acceptance.rejection import rejection_rule
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
@@ -145,18 +144,7 @@ class DFlashWorker(BaseSpecWorker):
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
-        spec = get_spec()
-        self.acceptor = Acceptor(
-            target_runner.sampler,
-            target_runner.model_config.vocab_size,
-            self.tp_sync,
-            bool(spec.speculative_use_rejection_sampling),
-            rejection_rule(spec),
-            SimulatedAcceptance.from_environment(),
-            self.metrics,
-            target_runner.model_config.context_len,
-            make_relay(num_rows, self.device),
-        )
+        self.acceptor = Acceptor.for_server(target_runner, self.tp_sync, self.metrics)
 
     def init_attention_backends(self):
         """Make the attention backends of both models."""

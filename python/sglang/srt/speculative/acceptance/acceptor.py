@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers import overlap_utils
+from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
 
@@ -20,7 +21,7 @@ from sglang_dflash.kernels.ops.speculative.accept import (
 )
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule
+from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     SamplingMasks,
     draw_target_tokens,
@@ -138,6 +139,22 @@ class Acceptor:
         self._metrics, self._longest, self._relay = metrics, longest, relay
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
         self.can_draw, self._rule, self._simulated = can_draw, rule, simulated
+
+    @classmethod
+    def for_server(cls, target_runner: Any, tp_sync: SpecTpSync, metrics: DFlashMetrics) -> "Acceptor":
+        """Make the acceptor that the server's options ask for, once the request table exists."""
+        spec, config = get_spec(), target_runner.model_config
+        return cls(
+            target_runner.sampler,
+            config.vocab_size,
+            tp_sync,
+            bool(spec.speculative_use_rejection_sampling),
+            rejection_rule(spec),
+            SimulatedAcceptance.from_environment(),
+            metrics,
+            config.context_len,
+            make_relay(target_runner.req_to_token_pool.req_to_token.shape[0], target_runner.device),
+        )
 
     def draws_drafts(self, sampling_info: Any, is_capped: bool = False) -> bool:
         """Tell whether a batch's blocks are drawn: if the server draws and some request samples.

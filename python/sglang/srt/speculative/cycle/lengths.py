@@ -11,7 +11,7 @@ pause.
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
@@ -20,13 +20,6 @@ from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, 
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)
-
-
-class LengthBounds(NamedTuple):
-    """Bounds of each request's length: `most` [bs], and at most `spread` [bs] less."""
-
-    most: list[int]
-    spread: list[int]
 
 
 def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
@@ -41,8 +34,11 @@ def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
     return not waiting
 
 
-def bounds_of(batch: Any) -> LengthBounds | None:
-    """Return the bounds of a decode batch's lengths. None: the host cannot tell."""
+def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
+    """Return bounds of a decode batch's lengths, [bs]: the most, and by how much a length may be less.
+
+    None: the host cannot tell.
+    """
     most, spread = [], []
     for req, known in zip(batch.reqs, batch.spec_info.known_lens, strict=True):
         if known == UNKNOWN or req.kv.req_pool_idx is None:
@@ -57,7 +53,7 @@ def bounds_of(batch: Any) -> LengthBounds | None:
             return None  # two cycles are in flight
         most.append(length + added)
         spread.append(max(added - 1, 0))
-    return LengthBounds(most, spread)
+    return most, spread
 
 
 class KnownLengthsMap(FutureMap):
@@ -84,6 +80,6 @@ class KnownLengthsMap(FutureMap):
             super().resolve_seq_lens_cpu(batch, *options, **named)  # gathers them on the device
         finally:
             self.needs_cpu_seq_lens = True
-        batch.seq_lens_cpu = torch.tensor(bounds.most, dtype=torch.int64)
-        batch.seq_lens_sum = sum(bounds.most)
-        draft_input.spread = bounds.spread
+        most, draft_input.spread = bounds
+        batch.seq_lens_cpu = torch.tensor(most, dtype=torch.int64)
+        batch.seq_lens_sum = sum(most)
