@@ -66,7 +66,7 @@ def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
         max_requests=max_requests, device="cpu", _ragged_capture_slots=lambda rows: min(rows, max_requests)
     )
     made = RowBackends.__new__(RowBackends)
-    made._runner, made._block_size, made._latest = SimpleNamespace(), BLOCK, None
+    made._runner, made._block_size, made._latest = SimpleNamespace(), BLOCK, (b"", None)
     made._is_whole = True
     made._whole, made._packed, made.sizes = ("whole", "whole"), ("packed", packed), sizes
     return made, made._runner

@@ -107,7 +107,17 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
     translator = SimpleNamespace(plan=lambda write_virtual, **_: write_virtual)
     layout = whole_blocks(n, BLOCK)
     cycle = Cycle(
-        n, torch.arange(n), committed, committed, tokens, positions, cache_loc, cache_loc, False, layout
+        n,
+        BLOCK,
+        torch.arange(n),
+        committed,
+        committed,
+        tokens,
+        positions,
+        cache_loc,
+        cache_loc,
+        False,
+        layout,
     )
     is_drafted = (lengths > 0) & ~copies
     chosen = torch.from_numpy(np.flatnonzero(is_drafted))

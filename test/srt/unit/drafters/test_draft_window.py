@@ -27,6 +27,7 @@ def cycle_of(case: Case, pools, width: int) -> Cycle:
     slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(LENGTHS)])
     return Cycle(
         bs=len(LENGTHS),
+        verify_len=width,
         req_pool_indices=pools.rows,
         committed=lengths,
         tokens=torch.nn.functional.pad(blocks, (0, width - blocks.shape[1]), value=blocks[0, -1].item()),

@@ -107,6 +107,7 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
         seq_lens = torch.tensor([lengths[r] for r in batch])
         cycle = Cycle(
             bs=len(batch),
+            verify_len=width,
             req_pool_indices=pools.rows[batch],
             committed=seq_lens,
             committed_host=seq_lens,
@@ -175,6 +176,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
         slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])
         cycle = Cycle(
             bs=2,
+            verify_len=width,
             req_pool_indices=pools.rows,
             committed=torch.tensor(lengths),
             committed_host=torch.tensor(lengths),
@@ -210,6 +212,7 @@ def commit_an_anchor(
     seq_lens = torch.tensor([position])
     cycle = Cycle(
         bs=1,
+        verify_len=1,
         req_pool_indices=pools.rows[[request]],
         committed=seq_lens,
         committed_host=seq_lens,
@@ -272,6 +275,7 @@ def test_blocks_are_written_outside_the_memory_of_graphs(kind, tmp_path):
         tokens, seq_lens = case.block_tokens(anchors), torch.tensor([4, 4])
         cycle = Cycle(
             bs=2,
+            verify_len=width,
             req_pool_indices=pools.rows,
             committed=seq_lens,
             committed_host=seq_lens,

@@ -224,6 +224,7 @@ class Simulation:
         tokens[:, 0] = torch.stack([self.texts[r, self.lengths[r]] for r in chosen])
         return Cycle(
             bs=len(chosen),
+            verify_len=tokens.shape[1],
             req_pool_indices=self.pools.rows[chosen],
             committed=lengths,
             committed_host=lengths,
