@@ -64,7 +64,10 @@ def as_draft(layout: Any) -> Iterator[None]:
 
 
 def check_borrowed_layers(layout: Any, target_model: Any) -> None:
-    """Raise ValueError if layers that the draft borrows are on other ranks than those of its layout."""
+    """Raise ValueError if layers that the draft borrows are not on its own ranks.
+
+    `layout` is that of the draft's ranks.
+    """
     if not layout.local_dp:
         return
     borrowed = {"embedding": target_model.get_input_embeddings(), "LM head": target_model.lm_head}

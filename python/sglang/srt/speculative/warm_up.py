@@ -23,7 +23,10 @@ _SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_pena
 
 
 def runs_cycles_alone(layout: Any) -> bool:
-    """Tell whether a rank of this layout runs cycles, and without asking ranks that have other requests."""
+    """Tell whether a rank runs cycles, and without asking ranks with other requests.
+
+    `layout` is that of the draft's ranks.
+    """
     return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 

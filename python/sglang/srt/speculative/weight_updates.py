@@ -88,7 +88,10 @@ def is_draft(config: dict[str, Any]) -> bool:
 
 
 def first_problem(problem: str) -> str:
-    """Return, on every rank, the problem of the first rank that has one. An empty text is none."""
+    """Return, on every rank, the problem of the first rank that has one.
+
+    An empty text is none.
+    """
     group = get_parallel().tp_group
     problems = [problem] * group.world_size
     if group.world_size > 1:

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_relay(num_rows: int, device: Any) -> Any:
-    """Make tables of lengths and bonus tokens, and offer them to SGLang before it makes its own.
+    """Make tables of lengths and bonus tokens, and offer them to SGLang.
 
-    SGLang takes the tables under overlap scheduling. Tables that it has not taken, or not yet, are written as
-    well, and not read. Release 0.5.22 cannot take any.
+    It takes the tables under overlap scheduling, if it has not made its own. Tables that it has not taken are
+    written as well, and not read. Release 0.5.22 cannot take any.
 
     Args:
         num_rows: of the request table, and so of the tables.

@@ -105,7 +105,9 @@ def walk_by_block_verification(
     accept_uniforms: torch.Tensor,
     rows: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the longest accepted prefix of each block (Sun et al. 2024, arXiv 2403.10444, algorithm 2).
+    """Find the longest accepted prefix of each block, by block verification.
+
+    Sun et al. 2024, arXiv 2403.10444, algorithm 2.
 
     The first i drafted tokens together have the weight w_i = min(1, w_(i-1) * p(x_i) / q(x_i)). They are
     accepted with probability r / (r + 1 - w_i). r is the sum of max(0, w_i * p - q) for the token after

@@ -14,7 +14,7 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 class SamplingMasks:
-    """Masks of one cycle: what the target's tokens are drawn from, for the requests that return it.
+    """Masks of one cycle, for the requests that return them.
 
     If SGLang's sampler draws the target's tokens, the masks are the sampler's own. If drafts are drawn, they
     are made from the distributions of the rejection rule.

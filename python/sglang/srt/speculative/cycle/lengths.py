@@ -35,9 +35,9 @@ def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
 
 
 def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
-    """Return bounds of a decode batch's lengths, [bs]: the most, and by how much a length may be less.
+    """Return bounds of a decode batch's lengths. None: the host cannot tell.
 
-    None: the host cannot tell.
+    They are the most [bs], and by how much each length may be less [bs].
     """
     most, spread = [], []
     for req, known in zip(batch.reqs, batch.spec_info.known_lens, strict=True):
