@@ -161,8 +161,8 @@ class Penalties:
         """
         terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
-        columns = (getattr(terms, field.name) for field in fields(terms))
-        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns, *rows.bounds)
+        columns = [*(getattr(terms, field.name) for field in fields(terms)), *rows.bounds]
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""

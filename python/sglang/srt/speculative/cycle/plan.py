@@ -82,6 +82,9 @@ class Proposals:
     right: torch.Tensor | None = None
 
 
+NO_PROPOSALS = Proposals(None, None, was_drafted=True, admissions=0)  # of a server without copies
+
+
 @dataclass(slots=True, eq=False)
 class CycleInFlight:
     """A launched cycle. The host learns its accept lengths when it lands.
@@ -94,7 +97,7 @@ class CycleInFlight:
     """
 
     plan: CyclePlan
-    proposals: Proposals | None = None
+    proposals: Proposals = NO_PROPOSALS
     has_landed: bool = False
     previous: "CycleInFlight | None" = None
 

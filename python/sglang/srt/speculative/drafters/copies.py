@@ -22,7 +22,7 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.plan import Proposals
+from sglang_dflash.srt.speculative.cycle.plan import NO_PROPOSALS, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class CopySource:
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
-        self.proposals = stats.proposals(None, was_drafted=True)
+        self.proposals = NO_PROPOSALS
         self._has_texts = False
         self._keys: torch.Tensor | None = None  # of the next cycle's matches
         self._found: torch.Tensor | None = None  # continuations of all matches of the cycle under way
