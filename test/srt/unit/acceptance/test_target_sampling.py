@@ -233,7 +233,12 @@ def test_rows_of_requests_with_lengths_of_their_own(sampler):
     positions = torch.arange(bs * width)
     whole, _ = draw_target_tokens(logits.clone(), info, positions, width, sampler)
     drawn, best = target_sampling.draw_target_tokens(
-        logits[rows.index].clone(), info, positions[rows.index], rows, sampler
+        logits[rows.index].clone(),
+        info,
+        positions.view(bs, width),
+        rows,
+        sampler,
+        target_sampling.SamplingMasks(info, width),
     )
     assert torch.equal(rows.pack(drawn), rows.pack(whole)) and best.shape == (bs, width)
     probs, _ = target_sampling.target_probs(logits[rows.index].clone(), info, rows)
