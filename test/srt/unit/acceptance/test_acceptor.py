@@ -141,6 +141,21 @@ def test_a_request_accepts_no_more_than_it_verifies(requests):
     assert accepted.accept_len.tolist() == lengths.tolist() and accepted.bonus.tolist() == [5] * 3
 
 
+def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
+    logits = torch.full((8, VOCABULARY), -5.0)
+    target = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    logits.scatter_(1, target.view(-1, 1), 5.0)
+    block = DraftBlock(torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]))
+    info = sampling_info({"top_k": 1}, {"top_k": 1})
+    batch = SimpleNamespace(sampling_info=info, return_logprob=False)
+    cycle = SimpleNamespace(
+        positions=torch.arange(8).view(2, 4), layout=whole_blocks(2, 4), committed=torch.tensor([5, 7])
+    )
+    accepted = accept(make_acceptor(), batch, cycle, block, logits.clone(), np.array([1, 3]))
+    assert (accepted.accept_len.tolist(), accepted.bonus.tolist()) == ([1, 3], [2, 8])
+    assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
+
+
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monkeypatch):
     """A mask tells what a greedy request was drawn from too, so its filter must stay."""

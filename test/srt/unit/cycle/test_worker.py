@@ -5,7 +5,6 @@ import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -155,21 +154,6 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     for got, wanted in zip((agreed.accept_len, agreed.tokens, agreed.bonus), want, strict=True):
         assert torch.equal(got, wanted) and got.dtype == wanted.dtype
     assert sync.broadcasts == agrees
-
-
-def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
-    logits = torch.full((8, VOCABULARY), -5.0)
-    target = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-    logits.scatter_(1, target.view(-1, 1), 5.0)
-    block = DraftBlock(torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]))
-    info = sampling_info({"top_k": 1}, {"top_k": 1})
-    batch = SimpleNamespace(sampling_info=info, return_logprob=False)
-    cycle = SimpleNamespace(
-        positions=torch.arange(8).view(2, 4), layout=whole_blocks(2, 4), committed=torch.tensor([5, 7])
-    )
-    accepted = accept(make_acceptor(), batch, cycle, block, logits.clone(), np.array([1, 3]))
-    assert (accepted.accept_len.tolist(), accepted.bonus.tolist()) == ([1, 3], [2, 8])
-    assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
 
 
 def test_caps_of_a_batch(monkeypatch):
