@@ -12,7 +12,7 @@ from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_to
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 BLOCK = torch.tensor([[1, 2, 2, 3], [4, 4, 4, 4]])
-LENGTHS = [None, np.array([1, 3])]
+LENGTHS = [np.array([3, 3]), np.array([1, 3])]
 
 
 def batch_of(**fields) -> SimpleNamespace:
@@ -59,7 +59,7 @@ def test_a_grammars_mask_is_its_slots_own(lengths, monkeypatch):
     batch = batch_of()
     batch.has_grammar = True
     constraints.constrain(batch, BLOCK, torch.zeros(rows.num_rows, VOCABULARY), None, object(), None, rows)
-    assert applied == [[*range(8)] if lengths is None else [0, 1, 4, 5, 6, 7]]
+    assert applied == [[*range(8)] if rows.is_rectangle else [0, 1, 4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["whole blocks", "own lengths"])
@@ -80,7 +80,7 @@ def test_penalties_of_each_slot_by_their_definition(lengths):
     wanted = logits.clone()
     row = 0
     for i in range(2):
-        for k in range(4 if lengths is None else int(lengths[i]) + 1):
+        for k in range(int(lengths[i]) + 1):
             said = emitted[requests[i]].tolist()
             for token in BLOCK[i, 1 : k + 1].tolist():
                 said[token] += 1
