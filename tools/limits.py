@@ -20,7 +20,7 @@ from unittest.mock import patch
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
-from sglang_dflash.srt.configs import fields, target_fit, unsupported
+from sglang_dflash.srt.configs import draft_kinds, fields, unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
 from sglang_dflash.srt.speculative import request_fields
@@ -168,17 +168,19 @@ def draft_fields() -> str:
 
 def attention() -> str:
     """List attention backends of target and draft on CUDA."""
-    backends = dict.fromkeys((*support.TARGET_ATTENTION_BACKENDS, *target_fit.DRAFT_ATTENTION_BACKENDS))
+    backends = dict.fromkeys((*support.TARGET_ATTENTION_BACKENDS, *unsupported.DRAFT_ATTENTION_BACKENDS))
     rows = []
     for backend in backends:
         limits = []
-        if backend in target_fit.COUNT_WINDOW_FROM_ANCHOR:
+        if backend in unsupported.COUNT_WINDOW_FROM_ANCHOR:
             limits.append("not for windows counted from the query (z-lab, P-EAGLE)")
-        if backend in target_fit.COUNT_WINDOW_FROM_QUERY:
+        if backend in unsupported.COUNT_WINDOW_FROM_QUERY:
             limits.append("not for windows counted from the anchor (`speculators` DFlash)")
-        if backend in target_fit.PAGED_BACKENDS:
+        if backend in unsupported.PAGED_BACKENDS:
             limits.append("P-EAGLE: pages of one slot")
-        drafts = "; ".join(limits) if backend in target_fit.DRAFT_ATTENTION_BACKENDS else "on another backend"
+        drafts = (
+            "; ".join(limits) if backend in unsupported.DRAFT_ATTENTION_BACKENDS else "on another backend"
+        )
         rows.append((f"`{backend}`", drafts))
     return table(("target verifies on", "draft"), rows)
 
@@ -191,8 +193,8 @@ def targets() -> str:
             f"- Compared with Hugging Face's states: {names(kinds.VERIFIED_TARGETS)}.",
             f"- Refused: {', '.join(wrong)}, and classes whose hidden states SGLang does not capture.",
             "- Any other class: served with a warning.",
-            f"- A draft may read the last layer of {names(target_fit._CAPTURES_LAST_LAYER)}; of others it is "
-            "refused, as SGLang does not capture it.",
+            f"- A draft may read the last layer of {names(draft_kinds._CAPTURES_LAST_LAYER)}; "
+            "of others it is refused, as SGLang does not capture it.",
         )
     )
 

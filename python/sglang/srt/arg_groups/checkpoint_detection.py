@@ -11,8 +11,8 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle, names_its_layers
-from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type, verifier_of
+from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, names_its_layers
+from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     args = resolving_view(server_args)
     DFlashOptions.TARGET_LAYERS.clear()
     config = read_config(args.model_path, args.revision)
-    if config is not None and speculators_type(config) in served_types():
+    if config is not None and speculators_type(config) in SERVED_TYPES:
         checkpoint = args.model_path
         kind = speculators_type(config)
         verifier_name = verifier_of(config, checkpoint)  # reports nearly all its faults

@@ -9,34 +9,17 @@ draft without such a flag, says nothing about it.
 
 import logging
 import os
-from dataclasses import replace
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import (
-    INTEGERS,
-    Header,
-    find_file,
-    read_config,
-    read_object,
-    tensors_of,
-)
+from sglang_dflash.srt.configs.checkpoint import find_file, read_config, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_tensors import (
-    VOCABULARY_MAPS,
-    canonical_name,
-    examine_headers,
-    has_checked_values,
-    value_problems,
-    vocabulary_problems,
-)
-from sglang_dflash.srt.configs.fields import DraftConfigError, assumed_values, is_int
+from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
+from sglang_dflash.srt.configs.fields import DraftConfigError, assumed_values
 from sglang_dflash.srt.configs.quantization import PACKED, DraftQuantization
 from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
-
-_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
@@ -51,12 +34,8 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
     flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
 
 
-def assumed_in_file(args: Any) -> list[str]:
+def assumed_in_file(checkpoint: str, revision: str | None = None) -> list[str]:
     """Say which values of its layers the draft's config.json lacks."""
-    return _assumed(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-
-
-def _assumed(checkpoint: str, revision: str | None = None) -> list[str]:
     config = read_config(checkpoint, revision)
     if config is None:
         return []
@@ -78,56 +57,10 @@ def check_draft_tensors(
     """
     if not os.path.isdir(os.path.expanduser(checkpoint)):
         return
-    problems = size_problems(hf_config)
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
-    headers: dict[str, Header] = {}
-    maps: dict[str, Any] = {}
-    try:
-        for full_name, header, read in tensors_of(checkpoint):
-            name = canonical_name(full_name)
-            if name in headers:
-                other = headers[name].file
-                problems.append(f"{header.file}: {full_name} stands for {name}, which is in {other} too")
-            if name.endswith(".weight_shape") and header.shape == (2,) and header.dtype in INTEGERS:
-                header = replace(header, values=tuple(read().tolist()))
-            headers[name] = header
-            if name in VOCABULARY_MAPS and header.dtype in (*INTEGERS, "BOOL"):
-                maps[name] = read()
-            elif has_checked_values(name, header.shape):
-                problems += [f"{header.where}{problem}" for problem in value_problems(name, read())]
-    except ValueError as error:
-        raise DraftConfigError(checkpoint, [*problems, str(error)]) from error
+    found = examine_tensors(hf_config, draft, tensors_of(checkpoint), checkpoint)
     tokens = draft.vocab_size if target_tokens is None else target_tokens
-    problems += vocabulary_problems(draft, tokens, headers, maps.get("d2t"), maps.get("t2d"))
-    problems = problems or examine_headers(hf_config, draft, headers, checkpoint).problems
-    if problems:
-        problems = [*_assumed(checkpoint), *draft.assumed(), *problems]
-        raise DraftConfigError(checkpoint, problems)
-
-
-def size_problems(hf_config: Any) -> list[str]:
-    """List a layer's sizes that are no positive integers, or do not divide as they must."""
-    sizes: dict[str, Any] = {name: getattr(hf_config, name, None) for name in _SIZES}
-    head_dim = getattr(hf_config, "head_dim", None)
-    if head_dim is not None:
-        sizes["head_dim"] = head_dim
-    wrong = {name: value for name, value in sizes.items() if not is_int(value) or value < 1}
-    if wrong:
-        return [f"{name} must be a positive integer, got {value!r}" for name, value in wrong.items()]
-    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
-    if heads % kv_heads:
-        return [f"num_attention_heads is {heads}, which num_key_value_heads, {kv_heads}, does not divide"]
-    head_dim = head_dim or hf_config.hidden_size // heads
-    if head_dim < 2 or head_dim % 2:
-        return [f"head_dim is {head_dim}: RoPE turns pairs"]
-    return []
-
-
-def check_draft_quantization(args: Any, quantization: DraftQuantization | None) -> None:
-    """Raise ValueError if the flag names another quantization than the file's."""
-    if problem := flag_problem(args, quantization):
-        raise ValueError(problem)
+    if problems := [*found.problems, *vocabulary_problems(draft, tokens, found.shapes, **found.maps)]:
+        raise DraftConfigError(checkpoint, [*assumed_in_file(checkpoint), *draft.assumed(), *problems])
 
 
 def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | None:

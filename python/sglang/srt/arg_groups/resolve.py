@@ -11,7 +11,7 @@ import os
 from typing import Any, NamedTuple
 
 from sglang_dflash.srt.arg_groups import draft_files
-from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization, check_draft_quantization
+from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
     resolve_adaptive,
@@ -21,9 +21,13 @@ from sglang_dflash.srt.arg_groups.options import (
 from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
 from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_kinds import read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import (
+    check_draft_fits_target,
+    differences,
+    find_mask_token,
+    read_draft_config,
+)
 from sglang_dflash.srt.configs.quantization import quantization_of
-from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, differences, find_mask_token
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
@@ -116,7 +120,8 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     target_config, draft = configs
     target_model = model_config_of(server_args)
     differing = differences(draft, target_config, target_model.context_len)
-    for text in (*draft_files.assumed_in_file(args), *draft.assumed(), *differing):
+    checkpoint = args.speculative_draft_model_path, args.speculative_draft_model_revision
+    for text in (*draft_files.assumed_in_file(*checkpoint), *draft.assumed(), *differing):
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
@@ -185,7 +190,7 @@ def load_and_check_configs(args: Any) -> Configs:
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
-    check_draft_quantization(args, quantization_of(draft, checkpoint))
+    quantization_of(draft, checkpoint)  # refuse what cannot be read
     if draft_files.are_files_read(args):
         draft_files.check_draft_tensors(checkpoint, draft, config, target_text.vocab_size)
     return Configs(target_text, config)

@@ -9,14 +9,14 @@ from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, is_dflash_draft
 from sglang_dflash.srt.configs.fields import is_int
-from sglang_dflash.srt.configs.quantization import checkpoint_quantization
-from sglang_dflash.srt.configs.target_fit import (
+from sglang_dflash.srt.configs.quantization import find_quantization, read_quantization
+from sglang_dflash.srt.configs.unsupported import (
     COUNT_WINDOW_FROM_ANCHOR,
     COUNT_WINDOW_FROM_QUERY,
     DRAFT_ATTENTION_BACKENDS,
     PAGED_BACKENDS,
+    Unsupported,
 )
-from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def draft_findings(args: Any) -> list[Unsupported]:
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(Unsupported(problem))
     try:
-        quantization = checkpoint_quantization(config, checkpoint, revision)
+        quantization = read_quantization(find_quantization(config, checkpoint, revision))
     except ValueError:
         return found  # the error is among them
     if problem := flag_problem(args, quantization):

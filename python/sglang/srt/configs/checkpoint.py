@@ -1,10 +1,9 @@
 """The files of a checkpoint, read without a model: config.json, tensors, mask embedding."""
 
-import functools
 import json
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ _DTYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+
 FLOATS = ("BF16", "F16", "F32", "F64")
 INTEGERS = ("I64", "I32")
 
@@ -79,56 +79,49 @@ def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] 
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """A tensor in a file.
+class Stored:
+    """A tensor of a checkpoint, which is read from its file when it is indexed.
 
     Attributes:
         dtype: element type by safetensors' name.
-        file: the name of the file.
-        values: the entries of `weight_shape`, if they were read.
+        values: `values[...]` is the tensor, `values[[1, 3]]` are two of its rows.
+        file: the name of the file; empty for a tensor in memory.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    values: Any
     file: str = ""
-    values: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_tensor(cls, tensor: "torch.Tensor", file: str = "") -> "Stored":
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(_DTYPES.get(dtype, dtype), tuple(tensor.shape), tensor, file)
 
     @property
     def where(self) -> str:
         return f"{self.file}: " if self.file else ""
 
 
-def header_of(tensor: Any, file: str = "") -> Header:
-    """Return the header that a tensor of PyTorch would have in a file."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Header(_DTYPES.get(dtype, dtype), tuple(tensor.shape), file)
-
-
-# A tensor's name in its file, its header, and a function that reads it, until the next one is taken.
-Stored = tuple[str, Header, Callable[[], Any]]
-
-
-def stored_tensors(path: str) -> Iterator[Stored]:
-    """Yield the tensors of a file. Raises ValueError, in one line, if it has none."""
+def stored_tensors(path: str) -> Iterator[tuple[str, Stored]]:
+    """Yield the tensors of a file by name. Raises ValueError, in one line, if it has none."""
     file = os.path.basename(path)
     yield from _safetensors(path, file) if file.endswith(_KINDS[0]) else _pickled(path, file)
 
 
-def _safetensors(path: str, file: str) -> Iterator[Stored]:
+def _safetensors(path: str, file: str) -> Iterator[tuple[str, Stored]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         opened = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no safetensors file: {error}") from error
-    with opened:
-        for name in opened.keys():
-            stored = opened.get_slice(name)
-            header = Header(stored.get_dtype(), tuple(stored.get_shape()), file)
-            yield name, header, functools.partial(opened.get_tensor, name)
+    for name in opened.keys():
+        values = opened.get_slice(name)
+        yield name, Stored(values.get_dtype(), tuple(values.get_shape()), values, file)
 
 
-def _pickled(path: str, file: str) -> Iterator[Stored]:
+def _pickled(path: str, file: str) -> Iterator[tuple[str, Stored]]:
     import torch
 
     try:
@@ -139,7 +132,7 @@ def _pickled(path: str, file: str) -> Iterator[Stored]:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{file} must hold tensors by name")
     for name, tensor in state.items():
-        yield name, header_of(tensor, file), functools.partial(state.__getitem__, name)
+        yield name, Stored.from_tensor(tensor, file)
 
 
 def weight_files(folder: str) -> list[str]:
@@ -164,7 +157,7 @@ def _indexed(folder: str, names: list[str]) -> list[str]:
     return sorted(files)
 
 
-def tensors_of(checkpoint: str) -> Iterator[Stored]:
+def tensors_of(checkpoint: str) -> Iterator[tuple[str, Stored]]:
     """Yield a local checkpoint's tensors. Raises ValueError, in one line, if SGLang cannot."""
     folder = os.path.expanduser(checkpoint)
     for file in weight_files(folder):
@@ -177,7 +170,7 @@ def tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]] | None:
     `check_draft_tensors` reports why they cannot be read.
     """
     try:
-        return {name.removeprefix("model."): header.shape for name, header, _ in tensors_of(checkpoint)}
+        return {name.removeprefix("model."): stored.shape for name, stored in tensors_of(checkpoint)}
     except (ValueError, OSError):
         return None
 

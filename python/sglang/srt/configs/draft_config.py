@@ -22,7 +22,7 @@ from sglang_dflash.srt.configs.fields import (
     problems_of,
     shown,
 )
-from sglang_dflash.srt.configs.unsupported import variant_problems
+from sglang_dflash.srt.configs.unsupported import variant_findings, warn_of_unread_fields
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -186,7 +186,8 @@ class DFlashDraftConfig(StrictModel):
             if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
                 names["is_causal"] = names.get("causal", "causal")
             problems += problems_of(error, names=names)
-        problems += variant_problems(hf_config, nested, cls.nested_fields())
+        problems += [found.what for found in variant_findings(vars(hf_config), nested, cls.nested_fields())]
+        warn_of_unread_fields(nested, cls.nested_fields())
         if draft is None or problems:
             raise DraftConfigError(checkpoint, problems)
         return draft
@@ -304,7 +305,16 @@ class DFlashDraftConfig(StrictModel):
 
     def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
         """Return the tensors of one layer and their shapes."""
-        return layer_shapes(hf_config, input_size=self.hidden_size)
+        return layer_shapes(hf_config, self.attention_inputs(layer), self.has_qk_norm)
+
+    def attention_inputs(self, layer: int) -> int:
+        """Return the channels that the queries, keys and values of a layer are made of."""
+        return self.hidden_size
+
+    @property
+    def has_qk_norm(self) -> bool:
+        """Return True if queries and keys are normed per head."""
+        return True
 
 
 def names_sliding_layers(layer_types: Any) -> bool:

@@ -12,12 +12,11 @@ from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
-from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_kinds import ALIASES, is_draft
+from sglang_dflash.srt.configs.draft_formats import flat_config, is_flat_peagle
+from sglang_dflash.srt.configs.draft_kinds import ALIASES, config_class
 from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, shown
-from sglang_dflash.srt.configs.flat_peagle import is_flat_peagle
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, find_quantization
-from sglang_dflash.srt.configs.speculators_format import served_types, speculators_type
+from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type
 from sglang_dflash.srt.environ import DFlashOptions
 
 
@@ -39,11 +38,11 @@ class DraftConfigParser(HfModelConfigParser):
             config = {}  # no config.json: SGLang has other formats, or reports it
         checkpoint, plain = str(model), partial(super().parse, model, trust_remote_code, revision, **kwargs)
         read: Callable[[], Any]
-        if speculators_type(config) in served_types() or is_flat_peagle(config, checkpoint):
+        if speculators_type(config) in SERVED_TYPES or is_flat_peagle(config, checkpoint):
             flat = flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
             model_type = flat["model_type"]
             read = partial(Qwen3Config.from_dict, flat, name_or_path=checkpoint)
-        elif is_draft(config.get("architectures")):
+        elif config_class(config.get("architectures")) is not None:
             model_type, read = config.get("model_type"), plain
         else:
             return plain()

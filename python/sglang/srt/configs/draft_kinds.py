@@ -1,4 +1,4 @@
-"""Configs of DFlash2 and P-EAGLE drafts, and the class of a config by its architecture.
+"""Configs of DFlash2 and P-EAGLE drafts, config classes by architecture, fitting targets.
 
 DFlash2 is z-lab's `DFlash2DraftModel`: a DFlash draft with convolutions and a candidate selector, by four
 more entries in `dflash_config`, `conv_kernel_size`, `conv_group_size`, `selector_rank` and `selector_top_k`.
@@ -6,12 +6,20 @@ P-EAGLE is speculators' `peagle`, converted to a flat config by `configs/specula
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.fields import DraftConfigError, LayerIds, Positive, Shapes, layer_shapes, shown
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, listed_ids
+from sglang_dflash.srt.configs.fields import (
+    DraftConfigError,
+    LayerIds,
+    Positive,
+    Shapes,
+    first_name,
+    shown,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +165,16 @@ class PEagleDraftConfig(DFlashDraftConfig):
         return shapes
 
     def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
-        # The first layer reads the token's embedding and the fused state side by side.
-        inputs = 1 if layer else 2
-        shapes = layer_shapes(hf_config, inputs * self.hidden_size, has_qk_norm=self.qk_norm)
+        shapes = super().layer_tensors(hf_config, layer)
         return shapes if layer else shapes | {"hidden_norm.weight": (self.hidden_size,)}
+
+    def attention_inputs(self, layer: int) -> int:
+        """Return the width; the first layer reads embedding and fused state side by side."""
+        return self.hidden_size if layer else 2 * self.hidden_size
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return self.qk_norm
 
 
 # NeMo AutoModel's names of formats that are z-lab's otherwise.
@@ -173,34 +187,131 @@ _CONFIG_CLASSES: dict[str, type[DFlashDraftConfig]] = {
 _CONFIG_CLASSES |= {alias: _CONFIG_CLASSES[name] for alias, name in ALIASES.items()}
 
 
-def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
-    """Read a draft's config. Raises ValueError for the architecture of another model."""
-    architectures: Any = getattr(hf_config, "architectures", None)
-    check_architectures(architectures, checkpoint)
-    return _CONFIG_CLASSES[architectures[0]].parse(hf_config, checkpoint)
+def config_class(architectures: Any) -> type[DFlashDraftConfig] | None:
+    """Return the class of a config with these `architectures`; None if it is no draft."""
+    return _CONFIG_CLASSES.get(first_name(architectures) or "")
 
 
-def config_class(architectures: Any) -> type[DFlashDraftConfig]:
-    """Return the class that reads a config of these `architectures`, DFlash's by default."""
-    return _CONFIG_CLASSES[architectures[0]] if is_draft(architectures) else DFlashDraftConfig
-
-
-def is_draft(architectures: Any) -> bool:
-    """Return True if a config's `architectures` are a draft's of ours."""
-    return (
-        isinstance(architectures, list) and bool(architectures) and str(architectures[0]) in _CONFIG_CLASSES
-    )
-
-
-def check_architectures(architectures: Any, checkpoint: str) -> None:
-    """Raise ValueError if `architectures` is no list of names, or names another model."""
+def check_architectures(architectures: Any, checkpoint: str) -> type[DFlashDraftConfig]:
+    """Return the class of a config. Raises ValueError if the names are not a draft's."""
     names = architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DraftConfigError(
             checkpoint, [f"architectures must be a list of names, got {shown(architectures)}"]
         )
-    if not is_draft(names):
+    found = config_class(names)
+    if found is None:
         raise ValueError(
             f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are "
             f"{shown(architectures)}, expected one of {sorted(_CONFIG_CLASSES)}."
         )
+    return found
+
+
+def read_draft_config(hf_config: Any, checkpoint: str) -> DFlashDraftConfig:
+    """Read a draft's config. Raises ValueError for the architecture of another model."""
+    kind = check_architectures(getattr(hf_config, "architectures", None), checkpoint)
+    return kind.parse(hf_config, checkpoint)
+
+
+# Targets whose last layer SGLang captures. Others have no next layer, at whose input it would.
+_CAPTURES_LAST_LAYER = (
+    "BeamForCausalLM",
+    "InklingForConditionalGeneration",
+    "KimiK3ForConditionalGeneration",
+    "KimiK3LinearForCausalLM",
+    "LagunaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2ForCausalLM",
+    "MiniMaxM3SparseForCausalLM",
+    "MiniMaxM3SparseForConditionalGeneration",
+    "MuseSparkForConditionalGeneration",
+    "NemotronHForCausalLM",
+)
+
+
+def check_draft_fits_target(
+    draft: DFlashDraftConfig, target_text_config: Any, checkpoint: str, architectures: Sequence[str] = ()
+) -> None:
+    """Raise DraftConfigError unless the draft can read this target's states.
+
+    `architectures` are the target's.
+    """
+    problems = []
+    size, tokens = target_text_config.hidden_size, target_text_config.vocab_size
+    if draft.hidden_size != size:
+        problems.append(f"hidden_size is {draft.hidden_size}, but the target's hidden_size is {size}")
+    # The other ids of a vocabulary of another size do not matter, unless the draft has tensors for them.
+    if draft.mask_token_id is not None and draft.mask_token_id >= tokens:
+        problems.append(f"mask_token_id is {draft.mask_token_id}, but the target's vocab_size is {tokens}")
+    streams = getattr(target_text_config, "hc_mult", None) or 1
+    if draft.aux_streams != streams:
+        problems.append(f"hc_mult is {draft.aux_streams}, but the target's residual has {streams} streams")
+    # A looped target has each layer several times, and counts them all.
+    depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
+    ids = draft.target_layer_ids
+    if max(ids) >= depth:
+        problems.append(f"target_layer_ids {listed_ids(ids)} leave the target's {depth} layers")
+    elif max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
+        problems.append(
+            f"target_layer_ids {listed_ids(ids)} name the last layer: SGLang captures a layer's output at "
+            "the input of the next one, and the last layer has none"
+        )
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+
+
+def find_mask_token(
+    draft: DFlashDraftConfig, tokenizer: Any, checkpoint: str = "draft", target_tokens: int | None = None
+) -> int:
+    """Return the id of `draft.mask_token` in the target's tokenizer.
+
+    A token that the tokenizer lacks gets the id after its last, as z-lab's code adds it. `target_tokens` is
+    the size of the target's vocabulary, or None if it is the draft's.
+
+    Raises:
+        DraftConfigError: the embedding has no such row, or there is no tokenizer.
+    """
+    rows = target_tokens or draft.vocab_size
+    name = f"dflash_config.mask_token {draft.mask_token!r}"
+    if tokenizer is None:
+        raise DraftConfigError(
+            checkpoint, [f"{name}: there is no tokenizer to look it up in, give mask_token_id"]
+        )
+    found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
+    if found >= rows:
+        full = f"its embedding of {rows} rows has none to spare"
+        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {full}"])
+    return found
+
+
+def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int) -> list[str]:
+    """Say in what the draft was made for another target, which it serves all the same.
+
+    `context_len` is the number of tokens that a request may have.
+    """
+    found = [depth_problem(draft, target_text_config), vocabulary_difference(draft, target_text_config)]
+    length = draft.max_position_embeddings
+    if length is not None and length < context_len:
+        found.append(
+            f"max_position_embeddings is {length}, and requests may have {context_len} tokens: fewer drafted "
+            f"tokens may be accepted beyond {length}"
+        )
+    return [text for text in found if text is not None]
+
+
+def vocabulary_difference(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
+    """Say that the draft was made for a vocabulary of another size, if so."""
+    if draft.vocab_size == target_text_config.vocab_size:
+        return None
+    return f"vocab_size is {draft.vocab_size}, but the target's vocab_size is {target_text_config.vocab_size}"
+
+
+def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
+    """Say that the draft was trained for a target of another depth, if so."""
+    trained, depth = draft.num_target_layers, target_text_config.num_hidden_layers
+    if trained in (None, depth):
+        return None
+    return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"

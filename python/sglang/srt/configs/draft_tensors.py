@@ -1,29 +1,14 @@
 """Comparison of a draft checkpoint's tensors with those its config requires."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import FLOATS, INTEGERS, Header
+from sglang_dflash.srt.configs.checkpoint import FLOATS, INTEGERS, Stored
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.fields import Shapes
 from sglang_dflash.srt.configs.quantization import DraftQuantization, Scheme, quantization_of
 
-# Last parts of the names of a packed module's tensors. A dense one has `weight` alone.
-_PACKED_PARTS = (
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_inv",
-    "weight_scale_2",
-    "weight_global_scale",
-    "weight_shape",
-    "weight_zero_point",
-    "weight_g_idx",
-    "input_scale",
-    "input_global_scale",
-    "k_scale",
-    "v_scale",
-)
 _PACKED_TYPES = ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # A row for each target id. Rows beyond the vocabulary are padding.
@@ -34,6 +19,8 @@ _ROWS_BY_ID = (
 )
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
 VOCABULARY_MAPS = ("d2t", "t2d")
+# What a file is that lacks this tensor.
+_LACKED_BY = {"mask_hidden": ", as in an EAGLE-3 checkpoint, which cannot draft in parallel"}
 # The training library's own copies of the target's tensors.
 IGNORED_TENSORS = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -55,6 +42,11 @@ def canonical_name(name: str) -> str:
     return name
 
 
+def _is_packed_part(part: str) -> bool:
+    """Return True for the last part of a name that only a packed module's tensors have."""
+    return part.startswith("weight_") or part.endswith("_scale")
+
+
 def is_ignored(name: str) -> bool:
     """Return True for a tensor (named without `model.`) of no use to a server."""
     return name in IGNORED_TENSORS or "rotary_emb." in name
@@ -67,39 +59,68 @@ class Unpacked:
     Attributes:
         shapes: by name.
         schemes: of each packed module.
+        maps: `d2t` and `t2d`, as far as they are there.
         problems: one line each. If there are any, the other fields are partial.
         unknown: names of tensors that the draft does not have.
     """
 
     shapes: Shapes = field(default_factory=dict)
     schemes: dict[str, Scheme] = field(default_factory=dict)
+    maps: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
 
-def examine_headers(
+def examine_tensors(
     hf_config: Any,
     draft: DFlashDraftConfig,
-    headers: Mapping[str, Header],
+    tensors: Iterable[tuple[str, Stored]],
     checkpoint: str = "draft",
     is_update: bool = False,
 ) -> Unpacked:
-    """Compare the headers of a checkpoint's tensors with those that its config requires.
+    """Compare a checkpoint's tensors with those that its config requires.
 
-    Returns the tensors as a dense checkpoint would have them, without ignored ones. Its problems name every
-    tensor that is missing or of another type or shape, and then unknown ones too. Of an update nothing need
-    be there, and any module may be dense.
+    Args:
+        hf_config: the draft's, with the sizes of its layers.
+        draft: its config.
+        tensors: by their names in the file.
+        checkpoint: its name, for errors of the quantization.
+        is_update: nothing need be there, and any module may be dense.
+
+    Returns:
+        The tensors without ignored ones. Problems name each tensor that is missing, there twice, or of
+        another type or shape, or whose values no writer means. Then they name unknown ones too.
     """
+    quantization = quantization_of(hf_config, checkpoint)
     expected, required = expected_tensors(hf_config, draft)
-    read = {
-        name: header
-        for name, header in headers.items()
-        if not is_ignored(name) and (name != "d2t" or draft.has_own_vocabulary)
-    }
-    found = _unpack_headers(quantization_of(hf_config, checkpoint), read, expected, may_be_dense=is_update)
-    if not found.problems:
+    found, read = Unpacked(), dict[str, Stored]()
+    try:
+        for full_name, stored in tensors:
+            name = canonical_name(full_name)
+            if name in read:
+                twice = f"which is in {read[name].file} too" if stored.file else "which is there twice"
+                found.problems.append(f"{stored.where}{full_name} stands for {name}, {twice}")
+            read[name] = stored
+            if name in VOCABULARY_MAPS and stored.dtype in (*INTEGERS, "BOOL"):
+                found.maps[name] = stored.values[...]
+            elif not is_ignored(name) and (len(stored.shape) == 1 or name.rpartition(".")[2] in _SCALES):
+                problems = value_problems(name, stored.values[...])
+                found.problems.extend(f"{stored.where}{problem}" for problem in problems)
+    except ValueError as error:  # a file that cannot be read
+        found.problems.append(str(error))
+        return found
+    modules: dict[str, dict[str, Stored]] = {}
+    for name, stored in read.items():
+        if not is_ignored(name) and (name != "d2t" or draft.has_own_vocabulary):
+            module, _, part = name.rpartition(".")
+            modules.setdefault(module, {})[part] = stored
+    before = len(found.problems)
+    for module, parts in modules.items():
+        _unpack(quantization, module, parts, expected, is_update, found)
+    if len(found.problems) == before:
         if not is_update:
-            found.problems.extend(f"{name}: missing" for name in sorted(required - set(found.shapes)))
+            missing = sorted(required - set(found.shapes))
+            found.problems.extend(f"{name}: missing{_LACKED_BY.get(name, '')}" for name in missing)
         found.problems.extend(
             f"{name} is {shape}, expected {expected[name]}"
             for name, shape in found.shapes.items()
@@ -110,59 +131,49 @@ def examine_headers(
     return found
 
 
-def _unpack_headers(
-    quantization: DraftQuantization | None,
-    headers: Mapping[str, Header],
-    expected: Shapes,
-    may_be_dense: bool = False,
-) -> Unpacked:
-    """Check all element types, and the shapes of packed modules.
-
-    `headers` are the file's, by name without `model.`. `expected` are the shapes of a dense checkpoint, by
-    name. With `may_be_dense`, any module may come as a plain weight.
-    """
-    found, modules = Unpacked(), dict[str, dict[str, Header]]()
-    for name, header in headers.items():
-        module, _, part = name.rpartition(".")
-        modules.setdefault(module, {})[part] = header
-    for module, parts in modules.items():
-        shape, weight = expected.get(f"{module}.weight", ()), parts.get("weight")
-        is_linear = len(shape) == 2
-        is_packed = any(part in _PACKED_PARTS for part in parts) or weight and weight.dtype in _PACKED_TYPES
-        if is_linear and is_packed:
-            _unpack_module(quantization, module, parts, shape, found)
-            continue
-        dense = {f"{module}.{part}" if module else part: header for part, header in parts.items()}
-        for name, header in dense.items():
-            if name not in expected:
-                found.unknown.append(name)
-                continue
-            wanted = INTEGERS if name == "d2t" else FLOATS
-            if header.dtype not in wanted:
-                kind = f"{header.dtype}, expected one of {', '.join(wanted)}"
-                found.problems.append(f"{header.where}{name} is {kind}")
-            found.shapes[name] = header.shape
-        # The projections that every writer packs unless told otherwise.
-        in_layer = module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
-        scheme = quantization.scheme_of(module) if quantization and (module == "fc" or in_layer) else None
-        if scheme is not None and is_linear and weight is not None and not may_be_dense:
-            dense_name = f"{weight.where}{module}.weight"
-            found.problems.append(
-                f"{dense_name} is dense, but the quantization config names it ({scheme.name})"
-            )
-    return found
-
-
-def _unpack_module(
+def _unpack(
     quantization: DraftQuantization | None,
     module: str,
-    parts: Mapping[str, Header],
+    parts: Mapping[str, Stored],
+    expected: Shapes,
+    may_be_dense: bool,
+    found: Unpacked,
+) -> None:
+    """Add a module's tensors, by the last part of their names, to what was found."""
+    shape, weight = expected.get(f"{module}.weight", ()), parts.get("weight")
+    is_linear = len(shape) == 2
+    is_packed = any(map(_is_packed_part, parts)) or weight and weight.dtype in _PACKED_TYPES
+    if is_linear and is_packed:
+        _unpack_packed(quantization, module, parts, shape, found)
+        return
+    for part, stored in parts.items():
+        name = f"{module}.{part}" if module else part
+        if name not in expected:
+            found.unknown.append(name)
+            continue
+        wanted = INTEGERS if name == "d2t" else FLOATS
+        if stored.dtype not in wanted:
+            kind = f"{stored.dtype}, expected one of {', '.join(wanted)}"
+            found.problems.append(f"{stored.where}{name} is {kind}")
+        found.shapes[name] = stored.shape
+    # The projections that every writer packs unless told otherwise.
+    in_layer = module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
+    scheme = quantization.scheme_of(module) if quantization and (module == "fc" or in_layer) else None
+    if scheme is not None and is_linear and weight is not None and not may_be_dense:
+        dense = f"{weight.where}{module}.weight is dense"
+        found.problems.append(f"{dense}, but the quantization config names it ({scheme.name})")
+
+
+def _unpack_packed(
+    quantization: DraftQuantization | None,
+    module: str,
+    parts: Mapping[str, Stored],
     shape: tuple[int, ...],
     found: Unpacked,
 ) -> None:
     scheme = None if quantization is None else quantization.scheme_of(module)
     if scheme is None:
-        part = next((p for p in parts if p in _PACKED_PARTS), "weight")
+        part = next(filter(_is_packed_part, parts), "weight")
         found.problems.append(
             f"{parts[part].where}{module}.{part} ({parts[part].dtype}): the config names no quantization "
             "for it in its quantization_config"
@@ -176,20 +187,20 @@ def _unpack_module(
     known = scheme.parts(rows, columns) if (rows and columns) else {}
     where = next(iter(parts.values())).where
     before = len(found.problems)
-    for part, header in parts.items():
-        name = f"{header.where}{module}.{part}"
+    for part, stored in parts.items():
+        name = f"{stored.where}{module}.{part}"
         if part == "bias":
-            found.shapes[f"{module}.bias"] = header.shape
+            found.shapes[f"{module}.bias"] = stored.shape
         elif part not in known:
             found.problems.append(f"{name}: {scheme.name} has no such tensor")
-        elif header.dtype not in known[part].dtypes:
+        elif stored.dtype not in known[part].dtypes:
             listed = ", ".join(known[part].dtypes)
-            found.problems.append(f"{name} is {header.dtype}, expected {listed} of {scheme.name}")
-        elif header.shape not in known[part].shapes:
+            found.problems.append(f"{name} is {stored.dtype}, expected {listed} of {scheme.name}")
+        elif stored.shape not in known[part].shapes:
             listed = " or ".join(dict.fromkeys(map(str, known[part].shapes)))
-            found.problems.append(f"{name} is {header.shape}, expected {listed} of {scheme.name}")
-        elif header.values not in (None, shape):
-            found.problems.append(f"{name} holds {header.values}, expected {shape}")
+            found.problems.append(f"{name} is {stored.shape}, expected {listed} of {scheme.name}")
+        elif part == "weight_shape" and (values := tuple(stored.values[...].tolist())) != shape:
+            found.problems.append(f"{name} holds {values}, expected {shape}")
     missing = (name for name, part in known.items() if part.is_required and name not in parts)
     found.problems.extend(f"{where}{module}.{name}: missing, {scheme.name} needs it" for name in missing)
     if len(found.problems) == before:
@@ -278,11 +289,6 @@ def vocabulary_problems(
             f"draft's own {' and '.join(unfit)} cannot serve"
         )
     return problems
-
-
-def has_checked_values(name: str, shape: tuple[int, ...]) -> bool:
-    """Return True for a tensor that is small enough to be read before the model is."""
-    return not is_ignored(name) and (len(shape) == 1 or name.rpartition(".")[2] in _SCALES)
 
 
 def value_problems(name: str, tensor: Any) -> list[str]:

@@ -7,7 +7,7 @@ does not meet them fails somewhere deep. The ranges here are accepted by all of 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo
 
@@ -49,24 +49,24 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, validate_default=True)
 
 
+Model = TypeVar("Model", bound=StrictModel)
+
+
 def shown(value: Any) -> str:
     """Return the value's `repr`, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def problems_of(error: ValidationError, where: str = "", names: Mapping[str, str] | None = None) -> list[str]:
+def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) -> list[str]:
     """List what is wrong, a line for each field.
 
-    Args:
-        error: of one model.
-        where: prefix for the fields' names.
-        names: names of fields in the file, if they differ.
+    `names` are those in the file, if they differ.
     """
     problems = []
     for fault in error.errors(include_url=False):
         first, *rest = map(str, fault["loc"])
-        name = where + ".".join(((names or {}).get(first, first), *rest))
+        name = ".".join(((names or {}).get(first, first), *rest))
         kind = fault["type"]
         if kind == "missing":
             problems.append(f"{name} is missing")
@@ -77,6 +77,14 @@ def problems_of(error: ValidationError, where: str = "", names: Mapping[str, str
             wanted = f"must be {_WANTED[kind]}" if kind in _WANTED else message
             problems.append(f"{name} {wanted}, got {shown(fault['input'])}")
     return problems
+
+
+def validated(model: type[Model], values: Any, checkpoint: str) -> Model:
+    """Read values of a checkpoint's config. Raises DraftConfigError naming all faults."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise DraftConfigError(checkpoint, problems_of(error)) from error
 
 
 MAX_SIZE = 2**24  # far beyond any model's width or length; keeps a garbled config from being allocated for
@@ -93,6 +101,12 @@ RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_y
 def is_int(value: Any) -> TypeGuard[int]:
     """Return True for an integer of JSON, which its booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def first_name(architectures: Any) -> str | None:
+    """Return the first of a config's `architectures`; None if they are no list of names."""
+    is_named = isinstance(architectures, list) and architectures and isinstance(architectures[0], str)
+    return architectures[0] if is_named else None
 
 
 # Defaults of transformers' Qwen3 and Llama, with which a draft without these fields was trained.
@@ -184,6 +198,19 @@ def _check_dtype(value: str) -> str:
 DType = Annotated[str, AfterValidator(_check_dtype)]
 
 
+def _check_kv_heads(value: int | None, info: ValidationInfo) -> int | None:
+    heads = info.data.get("num_attention_heads")
+    if value and heads and heads % value:
+        raise ValueError(f"is {value}, which does not divide num_attention_heads, {heads}")
+    return value
+
+
+def _check_head_dim(value: int | None) -> int | None:
+    if value is not None and value % 2:
+        raise ValueError(f"is {value}: RoPE turns pairs")
+    return value
+
+
 class LayerFields(StrictModel):
     """Fields of a draft's layers.
 
@@ -194,9 +221,9 @@ class LayerFields(StrictModel):
     intermediate_size: Size
     num_hidden_layers: Size
     num_attention_heads: Size
-    num_key_value_heads: Size | None
+    num_key_value_heads: Annotated[Size | None, AfterValidator(_check_kv_heads)]
     vocab_size: Size
-    head_dim: Size | None = None
+    head_dim: Annotated[Size | None, AfterValidator(_check_head_dim)] = None
     max_position_embeddings: Size | None = None
     sliding_window: Count | None = None
     max_window_layers: Count | None = None
@@ -214,15 +241,6 @@ class LayerFields(StrictModel):
     rope_theta: Annotated[Above0 | None, AfterValidator(_check_theta)] = Field(1.0, validate_default=False)
 
 
-def layer_problems(config: Mapping[str, Any], where: str = "") -> list[str]:
-    """List the faults of a config's fields, each name after the prefix `where`."""
-    try:
-        LayerFields.model_validate(config)
-    except ValidationError as error:
-        return problems_of(error, where)
-    return []
-
-
 def assumed_values(config: Mapping[str, Any]) -> list[str]:
     """Say which values of a draft's layers are missing, and what transformers assumes."""
     ropes = [config.get(name) or {} for name in _ROPES]
@@ -231,7 +249,7 @@ def assumed_values(config: Mapping[str, Any]) -> list[str]:
     return [f"{name} is missing, {_ASSUMED[name]} is assumed" for name in missing]
 
 
-def layer_shapes(config: Any, input_size: int, has_qk_norm: bool = True) -> Shapes:
+def layer_shapes(config: Any, input_size: int, has_qk_norm: bool) -> Shapes:
     """Return the shapes of a layer's tensors, whose attention reads `input_size` channels."""
     hidden, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads

@@ -21,6 +21,9 @@ ATTRIBUTE = "draft_quantization"
 PACKED = "packed"  # a value of --speculative-draft-model-quantization that only ours has
 
 Shape = tuple[int, ...]
+# Names of modules: the compressed-tensors library's; with `*`, as ModelOpt's; whole parts of names, from a
+# dot to a dot, as in plain FP8 exports. In all of them an expression may stand behind "re:".
+Syntax = Literal["library", "wildcards", "parts"]
 Layout = Literal["packed", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
 
 # Element types by safetensors' names.
@@ -124,10 +127,10 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Modules of one scheme: `targets` are class names, names, or "re:" and an expression."""
+    """Modules of one scheme, by expressions of their names. None: they are dense."""
 
-    targets: tuple[str, ...]
-    scheme: Scheme | None  # None: named so, and left as it is
+    targets: tuple[re.Pattern[str], ...]
+    scheme: Scheme | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,37 +140,26 @@ class DraftQuantization:
     Attributes:
         method: as the file has it.
         names: values of --speculative-draft-model-quantization that name the method.
-        ignore: modules that are not quantized.
-        uses_wildcards: whether names may hold `*`, as in ModelOpt's.
-        ignores_prefixes: whether `ignore` holds parts of names, from a dot to a dot, as in plain FP8 exports.
+        ignore: expressions of modules that are not quantized.
     """
 
     method: str
     names: tuple[str, ...]
     groups: tuple[Group, ...]
-    ignore: tuple[str, ...] = ()
-    uses_wildcards: bool = False
-    ignores_prefixes: bool = False
+    ignore: tuple[re.Pattern[str], ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear module, named without `model.`; None if dense."""
-        if any(self._matches(module, pattern) for pattern in self.ignore):
-            return None
-        inside = f".model.{module}."
-        if self.ignores_prefixes and any(f".{name.strip('.')}." in inside for name in self.ignore):
-            return None
-        for group in self.groups:
-            if "Linear" in group.targets or any(self._matches(module, name) for name in group.targets):
-                return group.scheme
-        return None
-
-    def _matches(self, module: str, pattern: str) -> bool:
         names = module, f"model.{module}"
-        if pattern.startswith("re:"):
-            return any(re.match(pattern[3:], name) for name in names)
-        if self.uses_wildcards and "*" in pattern:
-            return any(fnmatch.fnmatchcase(name, pattern) for name in names)
-        return pattern in names
+
+        def are_named(patterns: tuple[re.Pattern[str], ...]) -> bool:
+            return any(pattern.match(name) for pattern in patterns for name in names)
+
+        groups = () if are_named(self.ignore) else self.groups
+        return next((group.scheme for group in groups if are_named(group.targets)), None)
+
+
+ALL_LINEAR = (re.compile(""),)
 
 
 def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str | None = None) -> Any:
@@ -186,27 +178,18 @@ def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str 
         raise DraftConfigError(checkpoint, [str(error)]) from error
 
 
-def checkpoint_quantization(
-    config: Mapping[str, Any], checkpoint: str, revision: str | None = None
-) -> DraftQuantization | None:
-    """Read a checkpoint's quantization. Raises ValueError if it is not served."""
-    raw = find_quantization(config, checkpoint, revision)
-    return read_quantization(raw) if raw else None
-
-
 def quantization_of(hf_config: Any, checkpoint: str = "draft") -> DraftQuantization | None:
     """Read the quantization of a draft's config. Raises DraftConfigError if it is not served."""
-    raw = getattr(hf_config, ATTRIBUTE, None)
-    if not raw:
-        return None
     try:
-        return read_quantization(raw)
+        return read_quantization(getattr(hf_config, ATTRIBUTE, None))
     except ValueError as error:
         raise DraftConfigError(checkpoint, [f"quantization_config: {error}"]) from error
 
 
 def read_quantization(raw: Any) -> DraftQuantization | None:
-    """Read a checkpoint's quantization object. Raises ValueError if it is not served."""
+    """Read a checkpoint's quantization object, if any. Raises ValueError if it is not served."""
+    if not raw:
+        return None
     if not isinstance(raw, dict):
         raise ValueError(f"must be an object, got {type(raw).__name__}")
     inner = raw.get("quantization")
@@ -239,9 +222,10 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
             scheme = _compressed_scheme(group.get("weights"), group.get("format") or raw.get("format"))
         except ValueError as error:
             raise ValueError(f"config_groups.{name} {error}") from error
-        found.append(Group(_names(group.get("targets"), f"config_groups.{name}.targets"), scheme))
+        found.append(Group(_patterns(group.get("targets"), f"config_groups.{name}.targets"), scheme))
     names = ("compressed-tensors", "compressed_tensors")
-    return DraftQuantization("compressed-tensors", names, tuple(found), _names(raw.get("ignore"), "ignore"))
+    ignore = _patterns(raw.get("ignore"), "ignore")
+    return DraftQuantization("compressed-tensors", names, tuple(found), ignore)
 
 
 def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
@@ -304,8 +288,8 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
         block = _block(raw["weight_block_size"], "weight_block_size")
         scheme = Scheme("fp8", 8, "block", block=block, scale="weight_scale_inv")
     fields = ("ignored_layers", "modules_to_not_convert")
-    ignore = tuple(name for field in fields for name in _names(raw.get(field), field))
-    return DraftQuantization("fp8", ("fp8",), (Group(("Linear",), scheme),), ignore, ignores_prefixes=True)
+    ignore = tuple(name for field in fields for name in _patterns(raw.get(field), field, "parts"))
+    return DraftQuantization("fp8", ("fp8",), (Group(ALL_LINEAR, scheme),), ignore)
 
 
 # ModelOpt's quant_algo -> layout
@@ -320,18 +304,22 @@ _MODELOPT: dict[str, Layout] = {
 
 def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
     algorithm = raw.get("quant_algo")
-    ignore = _names(raw.get("exclude_modules") or raw.get("ignore"), "exclude_modules")
+    ignore = _patterns(raw.get("exclude_modules") or raw.get("ignore"), "exclude_modules", "wildcards")
     if algorithm == "MIXED_PRECISION":
         layers = raw.get("quantized_layers")
         if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
             raise ValueError(f"quantized_layers must map modules to objects, got {shown(layers)}")
         groups = tuple(
-            Group((name,), _modelopt_scheme(layer.get("quant_algo"), layer)) for name, layer in layers.items()
+            Group(
+                _patterns([name], "quantized_layers", "wildcards"),
+                _modelopt_scheme(layer.get("quant_algo"), layer),
+            )
+            for name, layer in layers.items()
         )
     else:
-        groups = (Group(("Linear",), _modelopt_scheme(algorithm, raw)),)
+        groups = (Group(ALL_LINEAR, _modelopt_scheme(algorithm, raw)),)
     names = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
-    return DraftQuantization("modelopt", names, groups, ignore, uses_wildcards=True)
+    return DraftQuantization("modelopt", names, groups, ignore)
 
 
 def _modelopt_scheme(algorithm: Any, fields: Mapping[str, Any]) -> Scheme:
@@ -346,14 +334,23 @@ def _modelopt_scheme(algorithm: Any, fields: Mapping[str, Any]) -> Scheme:
     return Scheme(layout, 4, "group", group)
 
 
-def _names(value: Any, where: str) -> tuple[str, ...]:
+def _patterns(value: Any, where: str, syntax: Syntax = "library") -> tuple[re.Pattern[str], ...]:
+    """Read names of modules as expressions. Raises ValueError if they are no list."""
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise ValueError(f"{where} must be a list of names, got {shown(value)}")
+    found = []
     for name in value:
         if name.startswith("re:"):
-            try:
-                re.compile(name[3:])
-            except re.error as error:
-                raise ValueError(f"{where}: {shown(name)} is no regular expression: {error}") from error
-    return tuple(value)
+            expression = name[3:]
+        elif syntax == "wildcards":
+            expression = fnmatch.translate(name)
+        elif syntax == "parts":
+            expression = rf"(.*\.)?{re.escape(name.strip('.'))}(\.|$)"
+        else:
+            expression = "" if name == "Linear" else re.escape(name) + "$"
+        try:
+            found.append(re.compile(expression))
+        except re.error as error:
+            raise ValueError(f"{where}: {shown(name)} is no regular expression: {error}") from error
+    return tuple(found)

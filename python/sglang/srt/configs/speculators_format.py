@@ -12,7 +12,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -23,11 +22,13 @@ from sglang_dflash.srt.configs.draft_kinds import PEAGLE_ARCHITECTURE, default_l
 from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
     DraftConfigError,
+    LayerFields,
     LayerIds,
     Positive,
     StrictModel,
-    problems_of,
+    first_name,
     shown,
+    validated,
 )
 
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
@@ -77,25 +78,18 @@ class _Speculators(_Object):
         return self.proposal_methods[0].speculative_tokens
 
 
-def _choose_rope(rope: dict[str, Any]) -> dict[str, Any]:
+def _choose_rope(layers: Any) -> Any:
     """Take one of the sets by layer type; layers that rotate differently are refused."""
-    nested = [value for value in rope.values() if isinstance(value, dict) and "rope_theta" in value]
+    rope = layers.get("rope_parameters") if isinstance(layers, dict) else None
+    nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
+    nested = [value for value in nested if "rope_theta" in value]
     if any(value != nested[0] for value in nested):
-        raise ValueError("differ between layer types, which is not supported")
-    return nested[0] if nested else rope
+        raise ValueError("has rope_parameters that differ between layer types, which is not supported")
+    return {**layers, "rope_parameters": nested[0]} if nested else layers
 
 
-class _Layers(_Object):
-    hidden_size: Positive
-    intermediate_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    vocab_size: Positive
-    rope_parameters: Annotated[dict[str, Any], AfterValidator(_choose_rope)] = {}
-
-
-class _PEagleLayers(_Layers):
-    model_type: Literal["qwen3", "llama"] = "qwen3"
+class _PEagleLayers(LayerFields):
+    model_type: Literal["qwen3", "llama"] | None = None
 
 
 def _check_layer_inputs(ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,7 +138,7 @@ class _Draft(_Object):
     mask_token_id: int
     draft_vocab_size: Positive
     speculators_config: _Speculators
-    transformer_layer_config: _Layers
+    transformer_layer_config: Annotated[LayerFields, BeforeValidator(_choose_rope)]
     target_hidden_size: Annotated[int | None, AfterValidator(_check_width)] = None
     layer_inputs: LayerInputs  # each kind has another name for it
 
@@ -162,25 +156,17 @@ class _Draft(_Object):
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Return a flat Qwen3 config with a `dflash_config`, from the layers as the file has them."""
         tokens = self.speculators_config.speculative_tokens
-        rope = self.transformer_layer_config.rope_parameters
-        return {
-            **layers,
-            **({"rope_parameters": rope} if rope else {}),
-            "model_type": "qwen3",
-            "tie_word_embeddings": False,
-            "architectures": [self.architecture],
+        return flat_draft(
+            _choose_rope(layers),
+            self.architecture,
             # P-EAGLE's is the newest token, and as many drafted ones as the draft was trained for.
-            "block_size": getattr(self, "block_size", tokens + 1),
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "draft_vocab_size": self.draft_vocab_size,
-                "speculative_tokens": tokens,
-                "target_layer_ids": speculators_ids_to_layer_outputs(self.layer_inputs),
-                # The library copies the target's table into a plain embedding, which scales nothing.
-                "input_embedding_scale": 1.0,
-                **self.entries(),
-            },
-        }
+            getattr(self, "block_size", tokens + 1),
+            mask_token_id=self.mask_token_id,
+            draft_vocab_size=self.draft_vocab_size,
+            speculative_tokens=tokens,
+            target_layer_ids=speculators_ids_to_layer_outputs(self.layer_inputs),
+            **self.entries(),
+        )
 
 
 class _DFlash(_Draft):
@@ -233,7 +219,7 @@ class _PEagle(_Draft):
     kind: ClassVar[str] = "peagle"
     architecture: ClassVar[str] = PEAGLE_ARCHITECTURE
 
-    transformer_layer_config: _PEagleLayers
+    transformer_layer_config: Annotated[_PEagleLayers, BeforeValidator(_choose_rope)]
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: Annotated[bool, AfterValidator(_check_norms)] = False
@@ -241,31 +227,27 @@ class _PEagle(_Draft):
 
     def entries(self) -> dict[str, Any]:
         norms = ("norm_before_residual", "norm_before_fc", "fc_norm")
-        has_qk_norm = self.transformer_layer_config.model_type == "qwen3"
+        has_qk_norm = self.transformer_layer_config.model_type != "llama"
         return {"qk_norm": has_qk_norm, **{name: getattr(self, name) for name in norms}}
 
 
 _DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _DFlash2, _PEagle)}
+# Each `speculators_model_type` that `normalize` converts.
+SERVED_TYPES = tuple(_DRAFTS)
 
 
 def speculators_type(config: Mapping[str, Any]) -> Any:
     """Return a checkpoint's `speculators_model_type`; None if it is not the library's."""
     kind = config.get("speculators_model_type")
-    names = config.get("architectures")
     is_flat = "hidden_size" in config and "transformer_layer_config" not in config
-    if kind is None and isinstance(names, list) and names and names[0] in _PEAGLE_ARCHITECTURES:
-        return None if is_flat else "peagle"
+    if kind is None and not is_flat and first_name(config.get("architectures")) in _PEAGLE_ARCHITECTURES:
+        return "peagle"
     return kind
 
 
 def is_speculators_config(config: Mapping[str, Any]) -> bool:
     """Return True for a config.json of the library."""
     return speculators_type(config) is not None or "transformer_layer_config" in config
-
-
-def served_types() -> tuple[str, ...]:
-    """Return each `speculators_model_type` that `normalize` converts."""
-    return tuple(sorted(_DRAFTS))
 
 
 def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> list[int]:
@@ -276,6 +258,23 @@ def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> li
     `hidden_states[i + 1]`. SGLang's capture hook counts inputs again and adds the one back by itself.
     """
     return [layer_id - 1 for layer_id in speculators_layer_ids]
+
+
+def flat_draft(
+    layers: Mapping[str, Any], architecture: str, block_size: int, **entries: Any
+) -> dict[str, Any]:
+    """Return a flat Qwen3 config of these layers, whose `dflash_config` has these entries.
+
+    These writers copy the target's table into a plain embedding, which scales nothing.
+    """
+    return {
+        **layers,
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "architectures": [architecture],
+        "block_size": block_size,
+        "dflash_config": {"input_embedding_scale": 1.0, **entries},
+    }
 
 
 def normalize(config: Mapping[str, Any], checkpoint: str, target_layers: int | None = None) -> dict[str, Any]:
@@ -303,19 +302,15 @@ def _read(config: Mapping[str, Any], checkpoint: str, target_layers: int | None)
     draft = _DRAFTS.get(kind) if isinstance(kind, str) else None
     if draft is None:
         hint = "; vLLM may serve it" if kind in _SERVED_ELSEWHERE else ""
-        served = ", ".join(served_types())
-        raise DraftConfigError(
-            checkpoint, [f"speculators_model_type {kind!r} is not served here (only {served}){hint}"]
-        )
+        served = ", ".join(SERVED_TYPES)
+        problem = f"speculators_model_type {kind!r} is not served here (only {served}){hint}"
+        raise DraftConfigError(checkpoint, [problem])
     defaults: dict[str, Any] = {}
     if config.get("draft_vocab_size") is None:
         defaults["draft_vocab_size"] = _rows_of_head(config, checkpoint)
     if draft is _PEagle and target_layers is not None and config.get(_PEAGLE_INPUTS) is None:
         defaults[_PEAGLE_INPUTS] = default_layer_inputs(target_layers)
-    try:
-        return draft.model_validate({**config, **defaults})
-    except ValidationError as error:
-        raise DraftConfigError(checkpoint, problems_of(error)) from error
+    return validated(draft, {**config, **defaults}, checkpoint)
 
 
 def _rows_of_head(config: Mapping[str, Any], checkpoint: str) -> Any:

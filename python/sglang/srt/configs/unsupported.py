@@ -1,4 +1,4 @@
-"""Drafts published as DFlash that our implementation does not serve, by their fields.
+"""Drafts published as DFlash that we do not serve, by their fields; backends of drafts.
 
 Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Every such field is named,
 with whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning,
@@ -8,12 +8,19 @@ as they may be the trainer's notes.
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, get_args
 
-from sglang_dflash.srt.configs.fields import RopeKind, shown
+from sglang_dflash.srt.configs.fields import RopeKind, first_name, shown
 
 logger = logging.getLogger(__name__)
+
+# Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
+DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
+# Backends that read whole pages of the KV cache.
+PAGED_BACKENDS = ("fa3", "fa4")
+# In a verify forward, FlashInfer cuts a sliding layer's keys once per block, the others once per query.
+COUNT_WINDOW_FROM_ANCHOR = ("flashinfer",)
+COUNT_WINDOW_FROM_QUERY = ("triton", "fa3", "fa4")
 
 # field, or the beginning of several -> what it stands for. Absent, null, false and zero mean that the draft
 # has none.
@@ -58,19 +65,6 @@ class Unsupported:
     drawback: str = ""
 
 
-def variant_problems(config: Any, nested: Mapping[str, Any], served: Collection[str]) -> list[str]:
-    """List the fields of a draft's config that describe something we do not run.
-
-    `config` is the top level, `nested` its `dflash_config`, and `served` names the fields of `nested` that
-    are read.
-    """
-    findings, unread = _variant_findings(config, nested, served)
-    if unread:
-        names = ", ".join(sorted(unread))
-        logger.warning("DFLASH draft: fields of dflash_config that are not read: %s.", names)
-    return [finding.what for finding in findings]
-
-
 def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[Unsupported]:
     """List what we do not run of the draft that this config.json describes.
 
@@ -78,12 +72,11 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     invalid are left to the class.
     """
     architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    if name in BUILTIN_ARCHITECTURES:
+    if first_name(architectures) in BUILTIN_ARCHITECTURES:
         return [Unsupported(f"architectures is {shown(architectures)}: this draft is not supported", True)]
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    findings, _ = _variant_findings(SimpleNamespace(**config), nested, served)
+    findings = variant_findings(config, nested, served)
     if config.get("hidden_act") == "swigluoai":
         findings.append(Unsupported("hidden_act is 'swigluoai', which is not supported", True))
     for field in ("rope_parameters", "rope_scaling"):
@@ -102,44 +95,54 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     return findings
 
 
-def _variant_findings(
-    config: Any, nested: Mapping[str, Any], served: Collection[str]
-) -> tuple[list[Unsupported], list[str]]:
-    """Return what we do not run, and the names of fields that are not read."""
-    findings, unread = [], []
-    nested = {name: value for name, value in nested.items() if name not in served}
-    for where, fields in (("dflash_config.", nested), ("", vars(config))):
-        for name, value in fields.items():
-            # A name that ends in "_" stands for all that begin with it.
-            starts = (s for s in _REFUSED if name == s or s.endswith("_") and str(name).startswith(s))
-            start = next(starts, None)
-            if start is not None and value:
-                what = f"{where}{name} is {shown(value)}: {_REFUSED[start]} is not supported"
-                findings.append(Unsupported(what, start not in _BUILTIN_LACKS))
-            elif start is None and where:
-                unread.append(name)
-    findings += [Unsupported(problem, True) for problem in _rope_problems(config)]
-    return findings, unread
+def variant_findings(
+    config: Mapping[str, Any], nested: Mapping[str, Any], served: Collection[str]
+) -> list[Unsupported]:
+    """List the fields of a draft's config that describe something we do not run.
+
+    `config` is the top level, `nested` its `dflash_config`, and `served` names the fields of `nested` that
+    are read.
+    """
+    fields = [(f"dflash_config.{name}", name, nested[name]) for name in nested if name not in served]
+    fields += [(name, name, value) for name, value in config.items()]
+    findings = [
+        Unsupported(
+            f"{place} is {shown(value)}: {_REFUSED[entry]} is not supported", entry not in _BUILTIN_LACKS
+        )
+        for place, name, value in fields
+        if value and (entry := _entry(name)) is not None
+    ]
+    return findings + [Unsupported(problem, True) for problem in _rope_problems(config)]
 
 
-def _rope_problems(config: Any) -> list[str]:
+def warn_of_unread_fields(nested: Mapping[str, Any], served: Collection[str]) -> None:
+    """Name the fields of `dflash_config` that are neither read nor refused."""
+    if unread := sorted(str(name) for name in nested if name not in served and _entry(name) is None):
+        logger.warning("DFLASH draft: fields of dflash_config that are not read: %s.", ", ".join(unread))
+
+
+def _entry(name: Any) -> str | None:
+    """Return a field's entry in `_REFUSED`; one that ends in "_" is that of all that begin so."""
+    return next((e for e in _REFUSED if name == e or e.endswith("_") and str(name).startswith(e)), None)
+
+
+def _rope_problems(config: Mapping[str, Any]) -> list[str]:
     """Find rotary embeddings that turn only a part of a head, or interleaved pairs.
 
     A config copied from a target may carry the target's own partial factor and M-RoPE sections. `rope_dim`,
     if given, is what was trained, and decides.
     """
     problems = []
-    rope = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None)
-    rope_dim = rope.get("rope_dim") if isinstance(rope, Mapping) else None
-    head_dim = getattr(config, "head_dim", None)
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    fields = rope if isinstance(rope, Mapping) else {}
+    rope_dim, head_dim = fields.get("rope_dim"), config.get("head_dim")
     if rope_dim is not None and rope_dim != head_dim:
         problems.append(
             f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: partial rotary embeddings are not supported"
         )
-    partial = getattr(config, "partial_rotary_factor", None)
+    partial = config.get("partial_rotary_factor")
     if rope_dim is None and partial not in (None, 1, 1.0):
         problems.append(f"partial_rotary_factor is {partial!r}: partial rotary embeddings are not supported")
-    fields = rope if isinstance(rope, Mapping) else {}
     nested = fields.get("partial_rotary_factor")
     if rope_dim is None and nested not in (None, 1, 1.0):
         kind = fields.get("rope_type") or fields.get("type") or "default"
@@ -148,6 +151,6 @@ def _rope_problems(config: Any) -> list[str]:
         else:
             problems.append(f"partial_rotary_factor {nested!r} under {kind} is not supported")
     for name in ("rope_is_neox_style", "is_neox_style"):
-        if getattr(config, name, None) is False:
+        if config.get(name) is False:
             problems.append(f"{name} is false: interleaved rotary embeddings are not supported")
     return problems

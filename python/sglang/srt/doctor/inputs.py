@@ -2,17 +2,14 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import Header, read_object, tensors_of
+from sglang_dflash.srt.configs.checkpoint import Stored, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-
-if TYPE_CHECKING:
-    import torch
 
 # Files that describe a checkpoint, without its tensors.
 _DESCRIPTIONS = ("*.json", "*.jinja")
@@ -48,12 +45,12 @@ class Checkpoint:
         return any(self.folder.glob("*.safetensors"))
 
     @cached_property
-    def tensors(self) -> dict[str, Header]:
-        """Header of every tensor, by our name of it. Raises BadInput."""
+    def tensors(self) -> dict[str, Stored]:
+        """Every tensor, by our name of it. Raises BadInput."""
         if not self.has_tensors:
             raise BadInput(f"{self.name}: no safetensors file there")
         try:
-            return {canonical_name(name): header for name, header, _ in tensors_of(str(self.folder))}
+            return {canonical_name(name): stored for name, stored in tensors_of(str(self.folder))}
         except ValueError as error:
             raise BadInput(f"{self.name}: {error}") from error
 
@@ -69,18 +66,6 @@ class Checkpoint:
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
         except Exception as error:  # the reader raises nothing narrower
             raise BadInput(f"{self.name}: tokenizer.json cannot be read: {error}") from error
-
-    def read(self, name: str, rows: Sequence[int] | None = None) -> "torch.Tensor":
-        """Read a tensor by our name of it, or some of its rows. None means all."""
-        import torch
-        from safetensors import safe_open
-
-        with safe_open(self.folder / self.tensors[name].file, framework="pt") as file:
-            saved = next(stored for stored in file.keys() if canonical_name(stored) == name)
-            if rows is None:
-                return file.get_tensor(saved)
-            stored = file.get_slice(saved)
-            return torch.cat([stored[row : row + 1] for row in rows])
 
 
 def mask_tokens(tokenizer: Any) -> dict[int, str]:

@@ -1,19 +1,22 @@
 """A draft and its target as the doctor examines them, and what it finds, with advice."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import Header
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
-from sglang_dflash.srt.configs.draft_kinds import is_draft, read_draft_config
-from sglang_dflash.srt.configs.draft_tensors import Unpacked, examine_headers
+from sglang_dflash.srt.configs.draft_kinds import (
+    check_draft_fits_target,
+    config_class,
+    find_mask_token,
+    read_draft_config,
+)
+from sglang_dflash.srt.configs.draft_tensors import Unpacked, examine_tensors
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
-from sglang_dflash.srt.configs.speculators_format import is_speculators_config, served_types, speculators_type
-from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, find_mask_token
+from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, is_speculators_config, speculators_type
 from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
 
 FAULT, NOTE = "fault", "note"
@@ -61,7 +64,7 @@ def _read_flat(draft: Checkpoint, target_layers: int) -> dict[str, Any]:
     `target_layers` is the target's depth, for a draft that does not name the layers it reads.
     """
     kind = speculators_type(draft.config)
-    if is_speculators_config(draft.config) and kind not in served_types():
+    if is_speculators_config(draft.config) and kind not in SERVED_TYPES:
         raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
     try:
         return flat_config(draft.config, str(draft.folder), target_layers)
@@ -73,7 +76,7 @@ def _read_flat(draft: Checkpoint, target_layers: int) -> dict[str, Any]:
 
 def text_config(target: Checkpoint) -> SimpleNamespace:
     """Return the config of the target's language model. Raises BadInput if there is none."""
-    if is_speculators_config(target.config) or is_draft(target.config.get("architectures")):
+    if is_speculators_config(target.config) or config_class(target.config.get("architectures")):
         raise BadInput(f"{target.name}: is a draft; --model-path is the target")
     text = target.config.get("text_config") or target.config
     missing = [name for name in ("hidden_size", "vocab_size", "num_hidden_layers") if name not in text]
@@ -123,8 +126,8 @@ class Pair:
     @cached_property
     def packed_modules(self) -> Unpacked:
         """The tensors as a dense draft would have them, with their faults."""
-        headers = {name: Header(tensor.dtype, tensor.shape) for name, tensor in self.draft.tensors.items()}
-        return examine_headers(self.hf_config, self.config, headers)
+        tensors = ((name, replace(stored, file="")) for name, stored in self.draft.tensors.items())
+        return examine_tensors(self.hf_config, self.config, tensors)
 
 
 def config_advice(problem: str) -> str:

@@ -11,14 +11,11 @@ import torch
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
+from sglang_dflash.srt.configs.draft_kinds import depth_problem, vocabulary_difference
 from sglang_dflash.srt.configs.draft_tensors import (
-    VOCABULARY_MAPS,
-    has_checked_values,
-    value_problems,
     vocabulary_problems,
 )
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.configs.target_fit import depth_problem, vocabulary_difference
 from sglang_dflash.srt.doctor.inputs import Checkpoint, mask_tokens
 from sglang_dflash.srt.doctor.pair import (
     FETCH_AGAIN,
@@ -52,10 +49,6 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
     if found.unknown and not found.problems:
         problem = f"tensors that are not read: {', '.join(found.unknown)}"
         yield fault(problem, "If the draft was trained with them, it is of another format")
-    for name, tensor in pair.draft.tensors.items():
-        if has_checked_values(name, tensor.shape) and _is_readable(pair.draft, name):
-            for problem in value_problems(name, pair.draft.read(name)):
-                yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
 
 
 def _check_quantisation(pair: Pair) -> Iterator[Finding]:
@@ -104,7 +97,7 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
 
 def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
     config, tokens = pair.config, pair.text_config.vocab_size
-    maps = {name: pair.draft.read(name) for name in VOCABULARY_MAPS if _is_readable(pair.draft, name)}
+    maps = pair.packed_modules.maps
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
     problems = vocabulary_problems(config, tokens, pair.draft.tensors, d2t, t2d)
     yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
@@ -124,20 +117,19 @@ def _check_head(pair: Pair) -> Iterator[Finding]:
     """Compare the draft's head with the target's rows, at which training freezes it."""
     config, head = pair.config, "lm_head.weight"
     target_head = _target_head(pair)
-    if target_head is None or not (_is_readable(pair.draft, head) and _is_readable(pair.target, target_head)):
+    if target_head is None or not (_has_floats(pair.draft, head) and _has_floats(pair.target, target_head)):
         return
     rows = ids = torch.linspace(0, config.draft_vocab_size - 1, _SAMPLED_ROWS).long().unique()
     if config.has_own_vocabulary:
-        if not _is_readable(pair.draft, "d2t"):
-            return
-        offsets = pair.draft.read("d2t")
-        if len(offsets) != config.draft_vocab_size:
+        offsets = pair.packed_modules.maps.get("d2t")
+        if offsets is None or len(offsets) != config.draft_vocab_size:
             return
         ids = rows + offsets[rows].long()
     drafts, targets = pair.draft.tensors[head].shape, pair.target.tensors[target_head].shape
     if drafts[1:] != targets[1:] or drafts[0] <= rows.max() or ids.min() < 0 or ids.max() >= targets[0]:
         return  # reported by other checks
-    ours, theirs = pair.draft.read(head, rows.tolist()), pair.target.read(target_head, ids.tolist())
+    ours = pair.draft.tensors[head].values[rows.tolist()]
+    theirs = pair.target.tensors[target_head].values[ids.tolist()]
     cosine = torch.cosine_similarity(ours.float(), theirs.float()).mean().item()
     if cosine < _SAME_ROWS:
         mapped = " that d2t maps them to: d2t is wrong, or" if config.has_own_vocabulary else ":"
@@ -205,10 +197,8 @@ def _target_head(pair: Pair) -> str | None:
     return None
 
 
-def _is_readable(checkpoint: Checkpoint, name: str) -> bool:
-    if name not in checkpoint.tensors:
-        return False
-    return checkpoint.tensors[name].dtype in FLOATS or name in VOCABULARY_MAPS
+def _has_floats(checkpoint: Checkpoint, name: str) -> bool:
+    return name in checkpoint.tensors and checkpoint.tensors[name].dtype in FLOATS
 
 
 def _rope_theta(config: dict[str, Any]) -> float | None:

@@ -11,17 +11,16 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.lora.layers import unwrap_lora_layer
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, MaskEmbedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.target_fit import find_mask_token
+from sglang_dflash.srt.configs.draft_kinds import find_mask_token
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.vocab_argmax import full_logits
 from sglang_dflash.srt.models.loading import load_checkpoint
-from sglang_dflash.srt.models.quantized_linear import PackedLayers, RowCheck
+from sglang_dflash.srt.models.quantized_linear import PackedLayers, RowCheck, packed_layers_of
 
 
 @dataclass
@@ -42,34 +41,42 @@ class DraftOutput(LogitsProcessorOutput):
 class BlockDraftModel(nn.Module):
     """Base of the draft models: fusion of target states, vocabulary, weights."""
 
-    layers: Any  # nn.ModuleList of DFlashDecoderLayer
+    # Classes of the config, of a layer, and of the first layer if it differs.
+    draft_config_class: type[DFlashDraftConfig]
+    layer_class: type[Any]
+    first_layer_class: type[Any] | None = None
+    draft: DFlashDraftConfig
     # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None if ids are equal.
     d2t: torch.Tensor | None
     needs_context_rows = False  # K and V rows of each layer, beside `qkv_proj`
 
-    def __init__(self, config, draft: DFlashDraftConfig, quant_config: PackedLayers | None, prefix: str):
+    def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__()
         self.config = config
-        self.draft = draft
+        self.draft = draft = self.draft_config_class.parse(config, getattr(config, "_name_or_path", "draft"))
+        # Methods of quantized layers, of which SGLang is not told; None if every layer is dense.
+        self.packed_layers: PackedLayers | None = packed_layers_of(config)
         self.mask_token_id: Any = draft.mask_token_id  # an id, once `prepare_mask` has run
-        self.num_ranks = get_parallel().tp_size  # with DP attention fewer than at a weight update
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        options: Any = dict(bias=False, quant_config=quant_config, prefix=add_prefix("fc", prefix))
+        options: Any = dict(bias=False, quant_config=self.packed_layers, prefix=add_prefix("fc", prefix))
         self.fc = ReplicatedLinear(draft.aux_width, config.hidden_size, **options)
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         self.register_buffer("d2t", None, persistent=False)
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
-        # Methods of quantized layers; None if every layer is dense.
-        self.packed_layers: PackedLayers | None = quant_config
         # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
         self.row_checks: list[RowCheck] = []
         self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.takes_parts = False  # a weight update may bring some of the tensors
-        self.missing_width = 0  # of the checkpoint's MLP, which SGLang rounds up on a CPU
         self._borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
+        classes = [self.layer_class] * config.num_hidden_layers
+        classes[0] = self.first_layer_class or self.layer_class
+        self.layers: Any = nn.ModuleList(
+            layer_class(config, draft, layer_id, self.packed_layers, add_prefix(f"layers.{layer_id}", prefix))
+            for layer_id, layer_class in enumerate(classes)
+        )
 
     @property
     def no_update_reason(self) -> str | None:

@@ -17,7 +17,6 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.models.qwen2 import Qwen2MLP
 from sglang.srt.models.utils import apply_qk_norm
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from sglang.srt.utils.hf_transformers.common import get_rope_config
 from torch import nn
@@ -33,50 +32,30 @@ from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraf
 from sglang_dflash.srt.hardware_backend.cpu.packing import plain_weight
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
-from sglang_dflash.srt.models.quantized_linear import packed_layers_of
 
 _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 class DFlashAttention(nn.Module):
-    """Attention of one draft layer over committed context (in the KV pool) and the block.
+    """Attention of one draft layer over committed context (in the KV pool) and the block."""
 
-    `input_size` is the width of the input of queries, keys and values; the hidden size unless given.
-    """
-
-    def __init__(
-        self,
-        hf_config,
-        draft: DFlashDraftConfig,
-        layer_id: int,
-        quant_config,
-        prefix: str,
-        input_size: int | None = None,
-        qk_norm: bool = True,
-    ):
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
         super().__init__()
-        self.input_size = input_size or hf_config.hidden_size
-        tp_size = get_parallel().tp_size
         total_heads = hf_config.num_attention_heads
         total_kv_heads = hf_config.num_key_value_heads
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // total_heads
-        if total_heads % tp_size or max(total_kv_heads, tp_size) % min(total_kv_heads, tp_size):
-            heads = f"{total_heads} attention heads and {total_kv_heads} KV heads"
-            raise ValueError(f"DFLASH draft with {heads} cannot be split over --tp {tp_size}")
-        self.num_heads = total_heads // tp_size
-        self.num_kv_heads = max(1, total_kv_heads // tp_size)
         self.head_dim = head_dim
-        self.q_size = self.num_heads * head_dim
-        self.kv_size = self.num_kv_heads * head_dim
         bias = bool(getattr(hf_config, "attention_bias", False))
         options = dict(bias=bias, quant_config=quant_config)
-        qkv_sizes = self.input_size, head_dim, total_heads, total_kv_heads
+        qkv_sizes = draft.attention_inputs(layer_id), head_dim, total_heads, total_kv_heads
         self.qkv_proj = QKVParallelLinear(*qkv_sizes, **options, prefix=add_prefix("qkv_proj", prefix))
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.q_size, self.kv_size = self.qkv_proj.q_proj_shard_size, self.qkv_proj.kv_proj_shard_size
         output_sizes = total_heads * head_dim, hf_config.hidden_size
         self.o_proj = RowParallelLinear(*output_sizes, **options, prefix=add_prefix("o_proj", prefix))
         # Any: a P-EAGLE draft without these norms has no code path that reads them.
-        self.q_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
-        self.k_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if qk_norm else None
+        self.q_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if draft.has_qk_norm else None
+        self.k_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if draft.has_qk_norm else None
         # "k" and "v" -> rows [kv_size, hidden] of a packed `qkv_proj`, for the context.
         self.context_rows: dict[str, torch.Tensor] = {}
         # [q heads + kv heads, head_dim], gathered on first use on a CPU.
@@ -163,14 +142,12 @@ class DFlashAttention(nn.Module):
 
 
 class DFlashDecoderLayer(nn.Module):
-    """A draft layer. Further options are those of DFlashAttention."""
+    """A draft layer."""
 
-    def __init__(
-        self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str, **attention
-    ):
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
         super().__init__()
         options = quant_config, add_prefix("self_attn", prefix)
-        self.self_attn = DFlashAttention(hf_config, draft, layer_id, *options, **attention)
+        self.self_attn = DFlashAttention(hf_config, draft, layer_id, *options)
         hidden_size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
         sizes = hidden_size, hf_config.intermediate_size, hf_config.hidden_act
         self.mlp = Qwen2MLP(*sizes, quant_config, add_prefix("mlp", prefix))
@@ -199,17 +176,11 @@ class DFlashDraftModel(BlockDraftModel):
     """
 
     needs_context_rows = True
-    layer_class: type[DFlashDecoderLayer] = DFlashDecoderLayer
-    draft_config_class: type[DFlashDraftConfig] = DFlashDraftConfig
+    layer_class: type[Any] = DFlashDecoderLayer
+    draft_config_class = DFlashDraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
-        draft = self.draft_config_class.parse(config, getattr(config, "_name_or_path", "draft"))
-        quant_config = packed_layers_of(config)  # SGLang is told of none
-        super().__init__(config, draft, quant_config, prefix)
-        self.layers = nn.ModuleList(
-            self.layer_class(config, draft, layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix))
-            for layer_id in range(config.num_hidden_layers)
-        )
+        super().__init__(config, quant_config, prefix)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # Stacked over layers: [layers * 2 * kv_size, hidden], [layers * 2 * kv_size], [layers, head_dim].
         self._kv_weight: torch.Tensor | None = None

@@ -6,7 +6,7 @@ Packed modules are dequantized, or loaded as their kernels take them.
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,12 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_dflash.srt.configs.checkpoint import header_of
+from sglang_dflash.srt.configs.checkpoint import Stored
 from sglang_dflash.srt.configs.draft_tensors import (
     canonical_name,
     d2t_problems,
-    examine_headers,
+    examine_tensors,
     expected_tensors,
-    has_checked_values,
-    is_ignored,
-    value_problems,
 )
 from sglang_dflash.srt.configs.fields import shown
 from sglang_dflash.srt.layers.dequantize import (
@@ -54,33 +51,19 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     """
     if model.row_checks and model.no_update_reason is not None:
         raise ValueError(f"DFLASH draft: {model.no_update_reason}")
-    tensors: dict[str, torch.Tensor] = {}
-    for full_name, tensor in weights:
-        name = canonical_name(full_name)
-        if name in tensors:
-            raise ValueError(f"DFLASH draft weights: {full_name} stands for {name}, which is there twice")
-        if not is_ignored(name):
-            tensors[name] = tensor
-    if model.norm.weight.is_cpu and not model.takes_parts:
-        model.missing_width = _missing_width(model, tensors)
-    missing_width = model.missing_width
-    config = copy.copy(model.config)  # as the file has it
-    config.intermediate_size -= missing_width
-    headers = {name: header_of(tensor) for name, tensor in tensors.items()}
-    found = examine_headers(config, model.draft, headers, is_update=model.takes_parts)
+    named = list(weights)
+    tensors = {canonical_name(name): tensor for name, tensor in named}
+    config = copy.copy(model.config)  # as the file has it: on a CPU SGLang rounds up the width of the MLP
+    config.intermediate_size = getattr(config, "original_intermediate_size", config.intermediate_size)
+    missing_width = model.config.intermediate_size - config.intermediate_size
+    stored = ((name, Stored.from_tensor(tensor)) for name, tensor in named)
+    found = examine_tensors(config, model.draft, stored, is_update=model.takes_parts)
     # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
     problems = found.problems or _late_modules(model, found.shapes)
     if model.was_loaded and not problems:
         problems = [f"{name}: this draft has no such tensor" for name in found.unknown]
     if not problems:
-        problems = [
-            problem
-            for name, tensor in tensors.items()
-            if has_checked_values(name, tuple(tensor.shape))
-            for problem in value_problems(name, tensor)
-        ]
-    if not problems:
-        problems = _take_vocabulary_mapping(model, tensors.pop("d2t", None))
+        problems = _take_vocabulary_mapping(model, found.maps.get("d2t"))
     if problems:
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
     if found.unknown:
@@ -89,13 +72,11 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
             "tokens are accepted.",
             shown(found.unknown),
         )
-    for name in found.unknown:
-        del tensors[name]
     expected, _ = expected_tensors(config, model.draft)
     ids = model.draft.target_layer_ids
     is_ascending = list(ids) == sorted(ids)
     packed = take_packed_modules(tensors, found)
-    _make_room_for_vocabulary(model, {*tensors, *(f"{module.name}.weight" for module in packed)})
+    _make_room_for_vocabulary(model, found.shapes)
 
     def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "fc.weight" and not is_ascending:
@@ -107,7 +88,8 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         return _padded(name, tensor, missing_width)
 
     for name, tensor in tensors.items():
-        _load(model, name, fitted(name, tensor))
+        if name in found.shapes and name != "d2t":
+            _load(model, name, fitted(name, tensor))
 
     def load_dense(module: PackedModule, weight: torch.Tensor) -> torch.Tensor:
         name = f"{module.name}.weight"
@@ -131,17 +113,6 @@ def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
         name, shard = name.replace(part, fused), (shard_id,)
     parameter = model.get_parameter(name)
     getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
-
-
-def _missing_width(model, tensors: dict[str, torch.Tensor]) -> int:
-    """Return by how much SGLang rounded up the MLP on a CPU, to a multiple of 32 per rank."""
-    inner, rounding = model.config.intermediate_size, 32 * model.num_ranks
-    # No layout packs the rows of a weight.
-    ends = (".mlp.gate_proj.weight", ".mlp.gate_proj.weight_packed")
-    widths = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(ends) and tensor.ndim == 2}
-    if inner % rounding or len(widths) != 1 or not 0 < inner - min(widths) < rounding:
-        return 0
-    return inner - min(widths)
 
 
 def _padded(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:
@@ -176,7 +147,7 @@ def _late_modules(model, names: Iterable[str]) -> list[str]:
     ]
 
 
-def _make_room_for_vocabulary(model, tensors: set[str]) -> None:
+def _make_room_for_vocabulary(model, tensors: Container[str]) -> None:
     draft, hidden_size, like = model.draft, model.draft.hidden_size, model.norm.weight
     if "embed_tokens.weight" in tensors and model.embed_tokens is None:
         model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, hidden_size).to(like.device, like.dtype)
@@ -212,7 +183,7 @@ def load_packed_modules(
                 for part, tensor in parts[module.name].items():
                     _load(model, f"{module.name}.{part}", tensor)
                 _keep_context_rows(model, module, weight)
-            check = row_check(model, module, weight, layer if parts is not None else None)
+            check = row_check(model, module, weight, layer.kernel if layer is not None else None)
             checks += [] if check is None else [check]
     _report(packed, list(layers.values()))
     return checks

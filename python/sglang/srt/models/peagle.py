@@ -7,20 +7,16 @@ token at position p of the text is row p - 1. The first token of a text has no r
 precedes it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
-from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
-from sglang_dflash.srt.models.quantized_linear import packed_layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +44,8 @@ class PEagleRows:
 class PEagleFirstLayer(DFlashDecoderLayer):
     """First layer: reads embedding and fused state; only the latter is in the residual."""
 
-    def __init__(self, hf_config, draft: PEagleDraftConfig, *options, **attention):
-        super().__init__(hf_config, draft, *options, input_size=2 * hf_config.hidden_size, **attention)
+    def __init__(self, hf_config, draft: PEagleDraftConfig, *options):
+        super().__init__(hf_config, draft, *options)
         self.hidden_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.norm_before_residual = draft.norm_before_residual
 
@@ -69,15 +65,13 @@ class PEagleDraftModel(BlockDraftModel):
     `fc_norm.*` if its config enables them.
     """
 
+    layer_class, first_layer_class = DFlashDecoderLayer, PEagleFirstLayer
+    draft_config_class = PEagleDraftConfig
+    draft: PEagleDraftConfig
+
     def __init__(self, config, quant_config=None, prefix: str = ""):
-        draft = PEagleDraftConfig.parse(config, getattr(config, "_name_or_path", "draft"))
-        quant_config = packed_layers_of(config)  # SGLang is told of none
-        super().__init__(config, draft, quant_config, prefix)
-        self.layers = nn.ModuleList()
-        for layer_id in range(config.num_hidden_layers):
-            layer_class = DFlashDecoderLayer if layer_id else PEagleFirstLayer
-            options = layer_id, quant_config, add_prefix(f"layers.{layer_id}", prefix)
-            self.layers.append(layer_class(config, draft, *options, qk_norm=draft.qk_norm))
+        super().__init__(config, quant_config, prefix)
+        draft = self.draft
         num_aux, hidden, eps = len(draft.target_layer_ids), config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(num_aux * hidden, eps=eps) if draft.norm_before_fc else None
         fc_norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in range(num_aux))
@@ -147,16 +141,6 @@ class PEagleDraftModel(BlockDraftModel):
         return DraftOutput(
             next_token_logits=None, hidden_states=hidden_states, draft_tokens=self.to_target_ids(drafted)
         )
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint. Raises ValueError for an EAGLE-3 one, which has no `mask_hidden`."""
-        tensors = dict(weights)
-        if not self.takes_parts and not any(canonical_name(name) == "mask_hidden" for name in tensors):
-            raise ValueError(
-                "P-EAGLE needs the tensor mask_hidden, which this draft does not have: "
-                "it is an EAGLE-3 checkpoint, which cannot draft in parallel."
-            )
-        return super().load_weights(tensors.items())
 
     def renew_copies(self) -> None:
         super().renew_copies()

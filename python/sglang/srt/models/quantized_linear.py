@@ -155,23 +155,72 @@ def _fp8_kernel(scheme: Scheme, capability: tuple[int, int]) -> Kernel | str:
     return Kernel("FP8 in blocks", ROWS_IN_FP8, make, "fp8 blocks", FP8_BLOCK)
 
 
-@dataclass
-class PackedLayer:
-    """A linear layer with quantized modules in the file.
+class PackedLayer(LinearMethodBase):
+    """A linear layer with quantized modules in the file, and its first method.
 
-    `kernel` is the kernel that it runs on. None: it is dequantized, for the given `reason`.
+    Attributes:
+        name: in the model.
+        kernel: the kernel that it runs on. None: it is dequantized, for the given `reason`.
     """
 
-    name: str
-    kernel: Kernel | None = None
-    reason: str = ""
-    _make_dense: Callable[[], None] | None = None
+    def __init__(self, name: str, chosen: Kernel | str):
+        self.name, self._chosen = name, chosen
+        self.kernel: Kernel | None = None
+        self.reason = ""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **options: Any,
+    ) -> None:
+        """Give the layer its last method, by its share of a rank, and parameters."""
+        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
+        chosen = self._chosen
+        if isinstance(chosen, Kernel):
+            share = input_size, input_size_per_partition, output_partition_sizes
+            chosen = chosen.shape_problem(*share) or chosen
+
+        def create_dense() -> None:
+            layer.quant_method = UnquantizedLinearMethod()
+            layer.quant_method.create_weights(layer, *sizes, **options)
+
+        if isinstance(chosen, str):
+            self.reason = chosen
+            create_dense()
+            return
+        from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+            CompressedTensorsLinearMethod,
+        )
+
+        self.kernel, self._layer, self._create_dense = chosen, layer, create_dense
+        layer.scheme = chosen.sglang_scheme()
+        # All that SGLang's loaders read of the method's config, for scales of blocks.
+        config: Any = SimpleNamespace(weight_block_size=list(FP8_BLOCK))
+        layer.quant_method = CompressedTensorsLinearMethod(config)
+        loader = getattr(layer, "weight_loader_v2", None) or options["weight_loader"]
+        layer.quant_method.create_weights(layer, *sizes, **{**options, "weight_loader": loader})
 
     def make_dense(self, reason: str) -> None:
         """Give the layer a dense weight in place of its packed parameters."""
-        assert self._make_dense is not None
-        self._make_dense()
+        layer = self._layer
+        names = [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]
+        device = getattr(layer, names[0]).device
+        for name in names:
+            delattr(layer, name)
+        layer.scheme = None
+        with device:
+            self._create_dense()
         self.kernel, self.reason = None, reason
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        raise AssertionError("create_weights gives the layer another method")
 
 
 class PackedLayers:
@@ -197,67 +246,11 @@ class PackedLayers:
         schemes = [self._quantization.scheme_of(module) for module in modules]
         if not any(schemes):
             return UnquantizedLinearMethod()
-        found = self.layers[prefix] = PackedLayer(prefix)
         chosen: Kernel | str = "the modules that it fuses are stored differently"
         if schemes[0] is not None and all(scheme == schemes[0] for scheme in schemes):
             chosen = choose_kernel(schemes[0], self._capability, layer.params_dtype)
-        return _ChoosingMethod(found, chosen)
-
-
-class _ChoosingMethod(LinearMethodBase):
-    """Method of a layer until its share of a rank, and so its kernel, is known."""
-
-    def __init__(self, packed: PackedLayer, chosen: Kernel | str):
-        self._packed, self._chosen = packed, chosen
-
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **options: Any,
-    ) -> None:
-        """Give the layer its method, and the parameters of that."""
-        sizes = input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype
-        chosen = self._chosen
-        if isinstance(chosen, Kernel):
-            share = input_size, input_size_per_partition, output_partition_sizes
-            chosen = chosen.shape_problem(*share) or chosen
-
-        dense = UnquantizedLinearMethod()
-        if isinstance(chosen, str):
-            self._packed.reason, layer.quant_method = chosen, dense
-            dense.create_weights(layer, *sizes, **options)
-            return
-
-        def make_dense() -> None:
-            names = [name for name, _ in layer.named_parameters(recurse=False) if name != "bias"]
-            device = getattr(layer, names[0]).device
-            for name in names:
-                delattr(layer, name)
-            layer.quant_method, layer.scheme = dense, None
-            with device:
-                dense.create_weights(layer, *sizes, **options)
-
-        from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
-            CompressedTensorsLinearMethod,
-        )
-
-        self._packed.kernel, self._packed._make_dense = chosen, make_dense
-        layer.scheme = chosen.sglang_scheme()
-        # All that SGLang's loaders read of the method's config, for scales of blocks.
-        config: Any = SimpleNamespace(weight_block_size=list(FP8_BLOCK))
-        layer.quant_method = CompressedTensorsLinearMethod(config)
-        loader = getattr(layer, "weight_loader_v2", None) or options["weight_loader"]
-        layer.quant_method.create_weights(layer, *sizes, **{**options, "weight_loader": loader})
-
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        raise AssertionError("create_weights gives the layer another method")
+        self.layers[prefix] = PackedLayer(prefix, chosen)
+        return self.layers[prefix]
 
 
 @dataclass(frozen=True)
@@ -268,8 +261,7 @@ class RowCheck:
         module: of the model.
         columns: of the module's output.
         inputs: [NUM_ROWS, *] float32.
-        kernel: the name of the module's kernel, empty if the module is dequantized.
-        limit: of the difference.
+        kernel: of the module; None if it is dequantized.
     """
 
     name: str
@@ -278,26 +270,23 @@ class RowCheck:
     columns: slice
     inputs: torch.Tensor
     expected: torch.Tensor
-    kernel: str = ""
-    limit: float = WEIGHTS_ALONE
-
-    def error(self) -> float:
-        """Return the relative difference of the module's output."""
-        inputs = self.inputs.to(self.module.params_dtype)
-        output = self.module.quant_method.apply(self.module, inputs)[:, self.columns]
-        difference = (output.float() - self.expected).norm() / self.expected.norm().clamp(min=1e-30)
-        return float(difference)
+    kernel: Kernel | None
 
     def problem(self) -> str | None:
         """Say why the module may not serve, or return None."""
-        name = f"{self.name} ({self.scheme.name}{self.kernel and f', {self.kernel}'})"
+        stored, limit = self.scheme.name, WEIGHTS_ALONE
+        if self.kernel is not None:
+            stored, limit = f"{stored}, {self.kernel.name}", self.kernel.limit
+        inputs = self.inputs.to(self.module.params_dtype)
         try:
-            error = self.error()
+            output = self.module.quant_method.apply(self.module, inputs)[:, self.columns]
+            difference = (output.float() - self.expected).norm() / self.expected.norm().clamp(min=1e-30)
+            error = float(difference)
         except Exception as failure:  # a kernel refuses a layer in its own way
-            return f"{name} fails with {type(failure).__name__}: {failure}"
-        if error <= self.limit:
+            return f"{self.name} ({stored}) fails with {type(failure).__name__}: {failure}"
+        if error <= limit:
             return None
-        return f"{name} differs by {error:.2g}, limit {self.limit}"  # NaN comes here too
+        return f"{self.name} ({stored}) differs by {error:.2g}, limit {limit}"  # NaN comes here too
 
 
 def model_layer(module: str) -> tuple[str, str | int | None]:
@@ -308,12 +297,12 @@ def model_layer(module: str) -> tuple[str, str | int | None]:
 
 
 def row_check(
-    model: Any, packed: PackedModule, weight: torch.Tensor, layer: PackedLayer | None = None
+    model: Any, packed: PackedModule, weight: torch.Tensor, kernel: Kernel | None
 ) -> RowCheck | None:
     """Prepare the check of a module; None for one that is no linear layer of the model.
 
-    `weight` is [rows, columns] float32 of the whole module, padded if the model's is. `layer` holds the
-    module, if it has a kernel.
+    `weight` is [rows, columns] float32 of the whole module, padded if the model's is. `kernel` is that of the
+    layer that holds the module; None if it is dequantized.
     """
     name, shard = model_layer(packed.name)
     try:
@@ -333,10 +322,8 @@ def row_check(
     elif shard is not None:
         rows, columns = rank_share(module, shard, weight.shape[0])
         weight = weight[rows]
-    kernel = None if layer is None else layer.kernel
-    how = ("", WEIGHTS_ALONE) if kernel is None else (kernel.name, kernel.limit)
     expected = F.linear(inputs, weight)
-    return RowCheck(packed.name, packed.scheme, module, columns, inputs, expected, *how)
+    return RowCheck(packed.name, packed.scheme, module, columns, inputs, expected, kernel)
 
 
 def rank_share(module: Any, shard: str | int, num_rows: int) -> tuple[slice, slice]:

@@ -21,8 +21,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.srt.configs.checkpoint import read_config
+from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
-from sglang_dflash.srt.configs.flat_peagle import ARCHITECTURES
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.hardware_backend.cpu.packing import unpacked
 from sglang_dflash.srt.models.quantized_linear import model_layer
@@ -83,7 +83,7 @@ Weights = Iterable[tuple[str, Any]]
 def is_draft(config: dict[str, Any]) -> bool:
     """Tell whether a config.json is a draft's."""
     architectures = config.get("architectures") or [""]
-    is_named = "DraftModel" in architectures[0] or architectures[0] in ARCHITECTURES
+    is_named = "DraftModel" in architectures[0] or architectures[0] in FLAT_PEAGLE_ARCHITECTURES
     return is_speculators_config(config) or "dflash_config" in config or is_named
 
 

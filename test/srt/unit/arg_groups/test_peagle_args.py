@@ -6,10 +6,13 @@ import pytest
 from support.checkpoint_fields import GOOD_PEAGLE, changed
 
 from sglang_dflash.srt.arg_groups.resolve import choose_block_size
-from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import (
+    PEagleDraftConfig,
+    check_draft_fits_target,
+    read_draft_config,
+)
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import normalize
-from sglang_dflash.srt.configs.target_fit import check_draft_fits_target
 
 TARGET = SimpleNamespace(hidden_size=256, vocab_size=2048, num_hidden_layers=12)
 

@@ -37,11 +37,10 @@ from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.configs.checkpoint import INDEX
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
-from sglang_dflash.srt.configs.draft_kinds import read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import differences, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import value_problems
 from sglang_dflash.srt.configs.fields import assumed_values
 from sglang_dflash.srt.configs.quantization import read_quantization
-from sglang_dflash.srt.configs.target_fit import differences
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel

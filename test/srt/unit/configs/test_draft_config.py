@@ -14,9 +14,14 @@ from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
 from sglang_dflash.srt.configs.checkpoint import read_mask_embedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, spread_target_layer_ids
-from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import (
+    DFlash2DraftConfig,
+    check_draft_fits_target,
+    depth_problem,
+    find_mask_token,
+    read_draft_config,
+)
 from sglang_dflash.srt.configs.fields import DraftConfigError
-from sglang_dflash.srt.configs.target_fit import check_draft_fits_target, depth_problem, find_mask_token
 
 VALID = {
     "hidden_size": 64,

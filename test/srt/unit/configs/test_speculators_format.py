@@ -14,8 +14,8 @@ from support.checkpoint_fields import GOOD, GOOD_DFLASH2, GOOD_PEAGLE, changed
 from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, read_draft_config
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import (
+    SERVED_TYPES,
     normalize,
-    served_types,
     speculators_ids_to_layer_outputs,
     verifier_of,
 )
@@ -251,7 +251,7 @@ def test_the_library_s_defaults(tmp_path):
 
 
 def test_served_types():
-    assert served_types() == ("dflash", "dflash2", "peagle")
+    assert SERVED_TYPES == ("dflash", "dflash2", "peagle")
 
 
 JSON = st.recursive(

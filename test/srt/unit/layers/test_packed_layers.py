@@ -25,7 +25,7 @@ from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_f
 from support.packed_kernels import use_stand_ins
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.quantization import DraftQuantization, Group, Scheme
+from sglang_dflash.srt.configs.quantization import ALL_LINEAR, DraftQuantization, Group, Scheme
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.dequantize import PackedModule, dequantize
 from sglang_dflash.srt.models import quantized_linear
@@ -310,7 +310,7 @@ def test_the_shares_of_two_ranks(name, rank, monkeypatch):
     tensors, quantization, _ = packed(name, dense)
     scheme = quantized_linear.quantization_of(SimpleNamespace(draft_quantization=quantization))
     scheme = scheme.scheme_of("layers.0.self_attn.q_proj")
-    layers = PackedLayers(DraftQuantization("", (), (Group(("Linear",), scheme),)), ADA)
+    layers = PackedLayers(DraftQuantization("", (), (Group(ALL_LINEAR, scheme),)), ADA)
     attention = torch.nn.Module()
     options = dict(bias=False, quant_config=layers)
     name = "layers.0.self_attn"

@@ -136,17 +136,14 @@ def test_a_tensor_of_another_shape_is_named(part, how, plain):
 def test_a_width_that_sglang_rounds_up_on_a_cpu(tmp_path):
     """A checkpoint of width 80 gets 96: the added rows are zeros, and the model is the same."""
     weights = random_weights(BASE, 2)
-    rounded = build(
-        DFlashDraftModel, read_config(BASE | {"intermediate_size": 96}, tmp_path), iter(weights.items())
-    )
+    width = {"intermediate_size": 96, "original_intermediate_size": BASE["intermediate_size"]}
+    rounded = build(DFlashDraftModel, read_config(BASE | width, tmp_path), iter(weights.items()))
     plain = build(DFlashDraftModel, read_config(BASE, tmp_path), iter(weights.items()))
     hidden = torch.randn(5, BASE["hidden_size"], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rounded.layers[1].mlp(hidden), plain.layers[1].mlp(hidden))
     weights["layers.1.mlp.up_proj.weight"] = weights["layers.1.mlp.up_proj.weight"][:-1]
     with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight"):
-        build(
-            DFlashDraftModel, read_config(BASE | {"intermediate_size": 96}, tmp_path), iter(weights.items())
-        )
+        build(DFlashDraftModel, read_config(BASE | width, tmp_path), iter(weights.items()))
 
 
 def test_all_problems_are_named_at_once(plain):

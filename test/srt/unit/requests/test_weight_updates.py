@@ -276,9 +276,8 @@ def test_plain_weights_for_a_draft_that_was_dequantized(tmp_path):
 def test_a_width_that_sglang_rounds_up(tmp_path):
     """On a CPU, to a multiple of 32. A part alone does not tell the checkpoint's width."""
     weights = random_weights(BASE, 2)
-    draft = build(
-        DFlashDraftModel, read_config(BASE | {"intermediate_size": 96}, tmp_path), iter(weights.items())
-    )
+    width = {"intermediate_size": 96, "original_intermediate_size": BASE["intermediate_size"]}
+    draft = build(DFlashDraftModel, read_config(BASE | width, tmp_path), iter(weights.items()))
     draft.takes_parts = True
     new = weights[DOWN] + 1
     draft.load_weights([(DOWN, new)])

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind, KVLocPlan
 
 from sglang_dflash.kernels.ops.speculative.window import prepare_window
-from sglang_dflash.srt.configs.target_fit import PAGED_BACKENDS
+from sglang_dflash.srt.configs.unsupported import PAGED_BACKENDS
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 
