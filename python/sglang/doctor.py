@@ -1,17 +1,25 @@
-"""Find out why acceptance is low, without a server.
+"""Find out why acceptance is low, or what a server would do, without a server.
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
     [--html FILE] [--unquantized DRAFT]
+    python -m sglang_dflash.doctor --serve "<command line of a server>" [--device cuda] [--gpu-memory GIB] [--json]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
+
+`--serve` resolves the flags as a server does, and loads no weights. Exit status: 0 ours serves, 1 SGLang's
+built-in DFLASH serves, 2 nobody does.
 """
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
+from itertools import dropwhile
 from pathlib import Path
 
 from sglang_dflash.srt.doctor.inputs import PROMPTS, BadInput, Checkpoint, read_prompts
@@ -43,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = _parse(arguments)
     try:
-        return _examine(args)
+        return _examine(args) if args.serve is None else _serve(args)
     except (BadInput, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
@@ -54,8 +62,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "python -m sglang_dflash.doctor", description="Why is my acceptance low?"
     )
     add = parser.add_argument
-    add("--model-path", required=True, help="the target, a directory or a hub id")
-    add("--draft", required=True, help="the DFlash or P-EAGLE draft, a directory or a hub id")
+    add("--model-path", help="the target, a directory or a hub id")
+    add("--draft", help="the DFlash or P-EAGLE draft, a directory or a hub id")
+    add(
+        "--serve",
+        metavar="COMMAND",
+        help="say who would serve this command line of launch_server, and in which memory",
+    )
+    help_memory = "for --serve: pretend a Hopper GPU with this much memory in GiB (--device cuda: 80)"
+    add("--gpu-memory", type=float, metavar="GIB", help=help_memory)
     add("--measure", action="store_true", help="load both models, decode some prompts, report the acceptance")
     help_prompts = 'JSON lines with "text" or "messages"; implies --measure'
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)
@@ -65,14 +80,33 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--unquantized", metavar="DRAFT", help=help_unquantized)
     help_tokens = "tokens to decode per prompt (default: 64)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
-    add("--device", help="for --measure (default: cuda if there is one)")
+    add("--device", help="for --measure and --serve (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
     args = parser.parse_args(arguments)
+    if args.serve is None and (args.model_path is None or args.draft is None):
+        parser.error("--model-path and --draft are needed, or --serve")
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
     implied = any(given is not None for given in (args.prompts, args.html, args.unquantized))
     args.measure = args.measure or implied
     return args
+
+
+def _serve(args: argparse.Namespace) -> int:
+    import torch
+
+    from sglang_dflash.srt.doctor import serve
+
+    words, gib = shlex.split(args.serve), args.gpu_memory
+    flags = list(dropwhile(lambda word: not word.startswith("--"), words))
+    if args.device == "cuda" and not torch.cuda.is_available():
+        gib = gib or 80.0
+    elif args.device is not None:
+        flags += ["--device", args.device]
+    with nullcontext() if gib is None else serve.pretended_gpu(gib):
+        answer = serve.examine(flags, gib)
+    print(json.dumps(asdict(answer), indent=1) if args.json else answer)
+    return serve.STATUS[answer.served_by]
 
 
 def _examine(args: argparse.Namespace) -> int:

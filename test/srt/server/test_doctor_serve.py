@@ -1,0 +1,194 @@
+"""`doctor --serve` says what a server then does: on a CPU, and on a GPU that is pretended.
+
+On the GPU its answers are compared with our step of SGLang's argument pipeline, run by itself, and on the CPU
+with servers that start, or end.
+"""
+
+import json
+import shlex
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, SPECULATORS_DRAFT, TARGET, dflash_arguments, serve
+from sglang.srt.arg_groups import speculative_hook
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.server_args import ServerArgs
+from support.drafts import make_draft, read_config
+from support.servers import ENVIRONMENT, run_to_end, warm_start
+
+from sglang_dflash.srt.arg_groups.options import add_flags
+from sglang_dflash.srt.doctor.serve import BUILT_IN, OURS, REFUSED, STATUS
+from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.observability.server_info import Implementation
+from sglang_dflash.srt.plugins import algorithm, entry_points, patch
+
+pytestmark = pytest.mark.server
+
+GIB = 80.0
+# Every command line in a fork of a process that has imported SGLang beside a pretended GPU.
+EXAMINE = """
+import dataclasses, json, os, sys
+from sglang_dflash.srt.doctor import serve
+lines, gib = json.loads(sys.argv[1])
+with serve.pretended_gpu(gib):
+    import sglang.srt.arg_groups.pipeline, sglang.srt.mem_cache.kv_cache_configurator
+    for name, arguments in lines.items():
+        child = os.fork()
+        if child == 0:
+            answer = serve.examine(arguments, gib)
+            print("ANSWER", json.dumps([name, dataclasses.asdict(answer)]), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+"""
+PAIR = ["--model-path", str(TARGET), *dflash_arguments()]
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Path:
+    """A draft with Gemma's norm, which only the built-in runs, and only on a GPU."""
+    return make_draft(tmp_path_factory.mktemp("drafts") / "gemma", base=DRAFT, use_gemma_norm=True)
+
+
+# name -> (arguments, "GEMMA" for that draft; who serves; words of the reason)
+ON_A_GPU = {
+    "the defaults": ([], OURS, ""),
+    "copies and own lengths": (["--speculative-copy-ahead", "--speculative-adaptive"], OURS, ""),
+    "recurrent states": (["--model-path", str(HYBRID_TARGET), *dflash_arguments(HYBRID_DRAFT)], OURS, ""),
+    "a draft of the built-in's": (dflash_arguments("GEMMA"), BUILT_IN, "Gemma's RMSNorm"),
+    "a draft to quantize": (["--speculative-draft-model-quantization", "awq"], BUILT_IN, "awq"),
+    "strict": ([*dflash_arguments("GEMMA"), "--speculative-dflash-strict"], REFUSED, "strict forbids it"),
+    "heads that cannot be split": (["--tp-size", "3"], REFUSED, "cannot be split over --tp 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(gemma) -> dict[str, dict]:
+    """Answers for the command lines on a GPU, by name."""
+    lines = {name: [*PAIR, *with_draft(arguments, gemma)] for name, (arguments, *_) in ON_A_GPU.items()}
+    done = run_to_end("-c", EXAMINE, json.dumps([lines, GIB]), is_cold=True, timeout=900)
+    found = [line for line in done.output.splitlines() if line.startswith("ANSWER ")]
+    assert len(found) == len(ON_A_GPU), done.output
+    return dict(json.loads(line.removeprefix("ANSWER ")) for line in found)
+
+
+def with_draft(arguments: list[str], gemma: Path) -> list[str]:
+    return [str(gemma) if word == "GEMMA" else word for word in arguments]
+
+
+@pytest.fixture
+def options(monkeypatch) -> None:
+    for option in vars(DFlashOptions).values():
+        if isinstance(option, Option):
+            monkeypatch.setenv(option.variable, "")  # restored afterwards, whatever a flag sets
+
+
+def decision_of(arguments: list[str], monkeypatch) -> tuple[str, tuple[str, ...], int | None]:
+    """Return who serves, why ours does not, and the block size, by our step of the pipeline alone."""
+    algorithm.register()
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    if "--speculative-copy-ahead" not in parser.format_help():
+        add_flags(parser)
+    given = ["--device", "cuda", "--attention-backend", "fa3", "--page-size", "1"]
+    record = ServerArgs.from_cli_args(parser.parse_args([*given, *arguments]))
+    monkeypatch.setattr(patch, "install", lambda table: None)  # AT_FRONT_END, for this process
+    try:
+        entry_points.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)
+    except ValueError as error:
+        return REFUSED, (str(error),), None
+    decision = Implementation.from_server_args(record)
+    by = BUILT_IN if decision.is_builtin else OURS
+    return by, decision.because, resolving_view(record).speculative_num_draft_tokens
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_who_serves_on_a_gpu(name, answers, gemma, options, monkeypatch):
+    arguments, by, words = ON_A_GPU[name]
+    answer = answers[name]
+    decided, because, block_size = decision_of([*PAIR, *with_draft(arguments, gemma)], monkeypatch)
+    assert answer["served_by"] == decided == by, answer
+    assert tuple(answer["because"]) == because and words in " ".join(because)
+    assert answer["settings"].get("block size") == block_size
+    assert bool(answer["lost"]) == (by == BUILT_IN)
+
+
+def test_what_is_on_a_gpu(answers):
+    plain, rich = (answers[name]["settings"] for name in ("the defaults", "copies and own lengths"))
+    assert (plain["adaptive width"], plain["copies"]) == (False, False)
+    assert (rich["adaptive width"], rich["copies"]) == ("1, 4, 8", True)
+    assert plain["CUDA graphs of decode"] and plain["attention of the draft"] == "fa3"
+    assert "off by default on a GPU" in " ".join(answers["the defaults"]["log"])
+
+
+def kv_bytes(config: dict) -> int:
+    """Return bytes of a token's keys and values in bfloat16, of all layers with attention."""
+    config = config.get("text_config", config)
+    layers = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    count = sum("attention" in kind and kind != "linear_attention" for kind in layers)
+    return count * 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+
+
+@pytest.mark.parametrize(
+    "name, target, draft",
+    [("the defaults", TARGET, DRAFT), ("recurrent states", HYBRID_TARGET, HYBRID_DRAFT)],
+)
+def test_the_memory_on_a_gpu(name, target, draft, answers):
+    """What is stored in files and configs, and what SGLang divides: weights, KV and states fill its share."""
+    memory = answers[name]["memory"]
+    of_target, of_draft = (kv_bytes(read_config(checkpoint)) / 1024 for checkpoint in (target, draft))
+    assert memory["KV of a token, KiB"] == of_target + of_draft
+    assert memory["the draft's part of it, KiB"] == of_draft
+    stored = (draft / "model.safetensors").stat().st_size / 2**30
+    assert memory["draft's weights, GiB"] == pytest.approx(stored, rel=0.02)
+    assert 0 < memory["requests at once"] <= 48
+    kv_gib = memory["KV tokens"] * memory["KV of a token, KiB"] / 2**20
+    assert 0.3 * GIB < kv_gib < 0.9 * GIB
+    assert ("recurrent states of a request, MiB" in memory) == (target is HYBRID_TARGET)
+
+
+# --- on this machine ---
+
+
+def examine(*arguments: str) -> tuple[int, dict]:
+    """Run the command as a user does. Return its exit status, and its report."""
+    done = run_to_end("-m", "sglang_dflash.doctor", "--serve", shlex.join(arguments), "--json", timeout=900)
+    return done.code, json.loads(done.output[done.output.index("\n{") :])
+
+
+def test_a_server_of_ours_is_as_announced():
+    arguments = [*PAIR, "--max-total-tokens", "16384", "--no-speculative-adaptive"]
+    status, answer = examine(*arguments)
+    with serve(*arguments, env=ENVIRONMENT, start=warm_start()) as server:
+        info = server.get("/server_info")
+    [state] = info["internal_states"]
+    assert status == STATUS[OURS] == 0 and answer["served_by"] == OURS
+    assert state["speculative_implementation"]["name"] == "sglang-dflash"
+    assert answer["settings"]["block size"] == info["speculative_num_draft_tokens"]
+    assert answer["settings"]["attention of the target"] == info["attention_backend"]
+    assert answer["settings"]["adaptive width"] is False and "speculative_width" not in state
+    assert answer["memory"]["KV tokens"] == info["max_total_num_tokens"]
+    assert answer["memory"]["requests at once"] == state["effective_max_running_requests_per_dp"]
+
+
+def test_a_speculators_checkpoint_is_ours_on_a_cpu():
+    status, answer = examine("--model-path", str(SPECULATORS_DRAFT))
+    assert (status, answer["served_by"]) == (0, OURS)
+    assert answer["settings"]["adaptive width"] == "1, 2, 4, 8"
+
+
+@pytest.mark.parametrize("name, words", [("gemma", "Gemma's RMSNorm"), ("hidden size", "hidden_size is 512")])
+def test_a_server_that_ends_is_announced(name, words, gemma, tmp_path):
+    """The reason is what the start of that server prints."""
+    draft = gemma if name == "gemma" else make_draft(tmp_path / "draft", base=DRAFT, hidden_size=512)
+    arguments = ["--model-path", str(TARGET), *dflash_arguments(draft)]
+    status, answer = examine(*arguments)
+    assert status == STATUS[REFUSED] == 2 and answer["served_by"] == REFUSED
+    [because] = answer["because"]
+    started = run_to_end("-m", "sglang.launch_server", *arguments)
+    assert words in because and started.code != 0 and because in started.output
+
+
+def test_a_server_without_dflash_is_no_question():
+    done = run_to_end("-m", "sglang_dflash.doctor", "--serve", f"--model-path {TARGET}", timeout=900)
+    assert done.code == 2 and "doctor: --serve: DFLASH is not requested" in done.output
