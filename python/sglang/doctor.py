@@ -2,7 +2,7 @@
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
     [--html FILE] [--unquantized DRAFT]
-    python -m sglang_dflash.doctor --serve "<command line of a server>" [--device cuda] [--gpu-memory GIB] [--json]
+    python -m sglang_dflash.doctor --serve "COMMAND OF A SERVER" [--device cuda] [--gpu-memory GIB] [--json]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
