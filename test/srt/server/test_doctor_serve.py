@@ -153,7 +153,10 @@ def test_the_memory_on_a_gpu(name, target, draft, answers):
 def examine(*arguments: str) -> tuple[int, dict]:
     """Run the command as a user does. Return its exit status, and its report."""
     done = run_to_end("-m", "sglang_dflash.doctor", "--serve", shlex.join(arguments), "--json", timeout=900)
-    return done.code, json.loads(done.output[done.output.index("\n{") :])
+    start = done.output.find('{\n "served_by"')
+    assert start >= 0, done.output
+    report, _ = json.JSONDecoder().raw_decode(done.output, start)
+    return done.code, report
 
 
 def test_a_server_of_ours_is_as_announced():

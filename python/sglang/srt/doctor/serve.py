@@ -103,7 +103,7 @@ def examine(arguments: Sequence[str], gpu_gib: float | None = None) -> Answer:
         decision = Implementation.from_server_args(server_args)
         return Answer(
             BUILT_IN if decision.is_builtin else OURS,
-            args.device if gpu_gib is None else f"a pretended GPU of {gpu_gib:g} GiB",
+            args.device if gpu_gib is None else f"{args.device}, pretended, with {gpu_gib:g} GiB",
             decision.because,
             decision.lost,
             _settings(args, decision.is_builtin),
@@ -144,13 +144,15 @@ def pretended_gpu(gib: float) -> Iterator[None]:
         "get_device_properties": properties,
         "mem_get_info": (total, total),
     }
-    found = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
+    found: dict[str, Any] = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
     kernels = [runtime.STAND_IN_DIR] if runtime.needs_stand_in() else []
     with (
         mock.patch.multiple(torch.cuda, **found),
         mock.patch.multiple(runtime, needs_stand_in=lambda: False, is_active=lambda: False),
         mock.patch.object(sys, "path", [*kernels, *sys.path]),
+        mock.patch.dict(os.environ),
     ):
+        os.environ.pop(runtime.CPU_ENGINE_SWITCH, None)  # from a parent that has no GPU either
         yield
 
 
