@@ -64,13 +64,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model-path", help="the target, a directory or a hub id")
     add("--draft", help="the DFlash or P-EAGLE draft, a directory or a hub id")
+    add("--serve", metavar="COMMAND", help="say who would serve this command line of launch_server, and how")
     add(
-        "--serve",
-        metavar="COMMAND",
-        help="say who would serve this command line of launch_server, and in which memory",
+        "--gpu-memory",
+        type=float,
+        metavar="GIB",
+        help="for --serve: pretend a Hopper GPU (--device cuda: 80)",
     )
-    help_memory = "for --serve: pretend a Hopper GPU with this much memory in GiB (--device cuda: 80)"
-    add("--gpu-memory", type=float, metavar="GIB", help=help_memory)
     add("--measure", action="store_true", help="load both models, decode some prompts, report the acceptance")
     help_prompts = 'JSON lines with "text" or "messages"; implies --measure'
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)

@@ -92,6 +92,8 @@ def decision_of(arguments: list[str], monkeypatch) -> tuple[str, tuple[str, ...]
         add_flags(parser)
     given = ["--device", "cuda", "--attention-backend", "fa3", "--page-size", "1"]
     record = ServerArgs.from_cli_args(parser.parse_args([*given, *arguments]))
+    # As an earlier step has it.
+    record._speculative_draft_quantization_explicitly_set = bool(record.speculative_draft_model_quantization)
     monkeypatch.setattr(patch, "install", lambda table: None)  # AT_FRONT_END, for this process
     try:
         entry_points.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)

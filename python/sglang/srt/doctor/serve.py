@@ -1,4 +1,4 @@
-"""Who would serve a command line, with what switched on and in how much memory, for `doctor --serve`.
+"""The start of a server, examined without one, for `doctor --serve`.
 
 SGLang and the plugin resolve the arguments as they do at the start of a server, and SGLang's own code sizes
 the pools. No weights are loaded. A GPU may be pretended on a machine that has none.
@@ -28,14 +28,13 @@ from sglang_dflash.srt.observability.server_info import Implementation
 
 OURS, BUILT_IN, REFUSED = "sglang-dflash", "SGLang's built-in DFLASH", "nobody"
 STATUS = {OURS: 0, BUILT_IN: 1, REFUSED: 2}
-_CAPABILITY = (9, 0)  # a Hopper GPU
 _CONTEXT_GIB = 0.8  # what CUDA itself takes of a GPU
 _GIB = 2**30
 
 
 @dataclass
 class Answer:
-    """What the start of a server would come to.
+    """The outcome of a server's start.
 
     Attributes:
         served_by: OURS, BUILT_IN or REFUSED.
@@ -89,8 +88,8 @@ def examine(arguments: Sequence[str], gpu_gib: float | None = None) -> Answer:
     """
     from sglang.srt.arg_groups.model_override_base import resolved_view
 
-    log = _Lines()
-    with log.of_ours():
+    log, ours = _Lines(), logging.getLogger("sglang_dflash")
+    with mock.patch.multiple(ours, handlers=[log], propagate=False, level=logging.INFO):
         try:
             server_args = _resolve(arguments)
         except SystemExit as end:  # SGLang's parser has said why
@@ -133,14 +132,13 @@ def pretended_gpu(gib: float) -> Iterator[None]:
     if torch.cuda.is_available() or "sglang" in sys.modules:
         raise BadInput("--gpu-memory is for a machine without a GPU, in a process without SGLang")
     total = int(gib * _GIB)
-    major, minor = _CAPABILITY
-    properties = SimpleNamespace(major=major, minor=minor, total_memory=total, multi_processor_count=132)
+    properties = SimpleNamespace(major=9, minor=0, total_memory=total, multi_processor_count=132)
     answers = {
         "is_available": True,
         "device_count": 64,
         "current_device": 0,
         "get_device_name": "pretended",
-        "get_device_capability": _CAPABILITY,
+        "get_device_capability": (9, 0),
         "get_device_properties": properties,
         "mem_get_info": (total, total),
     }
@@ -165,13 +163,6 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-
-    @contextlib.contextmanager
-    def of_ours(self) -> Iterator[None]:
-        """Collect them, instead of printing them."""
-        logger = logging.getLogger("sglang_dflash")
-        with mock.patch.multiple(logger, handlers=[self], propagate=False, level=logging.INFO):
-            yield
 
 
 def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
@@ -205,7 +196,7 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
 
 
 def _memory(server_args: Any, args: Any, gpu_gib: float | None, log: list[str]) -> dict[str, float]:
-    """Return what a rank needs, and the requests that fit. A line in `log` says what is not known."""
+    """Return what a rank needs, and the requests that fit. `log` gets what is not known."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.utils.common import get_available_gpu_memory
 
@@ -224,7 +215,7 @@ def _memory(server_args: Any, args: Any, gpu_gib: float | None, log: list[str]) 
 
 
 def _weights(args: Any, float_bytes: int) -> tuple[float, float]:
-    """Return GiB of the target's and the draft's weights on a rank, floats in the server's dtype.
+    """Return GiB of both models' weights on a rank, floats in the server's dtype.
 
     A quantized draft is dequantized, unless its layers stay packed.
     """
