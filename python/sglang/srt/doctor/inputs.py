@@ -1,4 +1,4 @@
-"""Inputs of the doctor: a checkpoint's config.json, tokenizer, card, tensors; prompts."""
+"""Inputs of the doctor: a checkpoint's config.json, tokenizer, tensors; prompts."""
 
 import json
 import os

@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 
-from sglang_dflash.srt.configs.checkpoint import FLOATS, Header
+from sglang_dflash.srt.configs.checkpoint import FLOATS, Stored
 from sglang_dflash.srt.configs.quantization import find_quantization
 from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
 from sglang_dflash.srt.doctor.pair import Pair
@@ -224,17 +224,17 @@ def _weights(args: Any, float_bytes: int) -> tuple[float, float]:
         if not os.path.isdir(os.path.expanduser(path)):
             raise BadInput(f"{path} is no folder of this machine")
     target, draft = (Checkpoint.open(path, with_tensors=True) for path in paths)
-    sizes = [sum(_size(header, float_bytes) for header in each.tensors.values()) for each in (target, draft)]
+    sizes = [sum(_size(tensor, float_bytes) for tensor in each.tensors.values()) for each in (target, draft)]
     if find_quantization(draft.config, str(draft.folder)) and not DFlashOptions.DRAFT_PACKED.get():
         dense = Pair(target, draft).packed_modules.shapes.values()
         sizes[1] = float_bytes * sum(map(math.prod, dense))
     return sizes[0] / args.tp_size / _GIB, sizes[1] / args.tp_size / _GIB
 
 
-def _size(header: Header, float_bytes: int) -> int:
-    bits = re.search(r"\d+", header.dtype)  # none in BOOL
-    width = float_bytes if header.dtype in FLOATS else int(bits[0]) // 8 if bits else 1
-    return math.prod(header.shape) * width
+def _size(tensor: Stored, float_bytes: int) -> int:
+    bits = re.search(r"\d+", tensor.dtype)  # none in BOOL
+    width = float_bytes if tensor.dtype in FLOATS else int(bits[0]) // 8 if bits else 1
+    return math.prod(tensor.shape) * width
 
 
 def _pools(server_args: Any, total_gib: float, free_gib: float) -> dict[str, float]:
