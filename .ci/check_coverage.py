@@ -16,10 +16,10 @@ PACKAGE = "python/sglang/"
 
 
 def room_of(path: str) -> str:
-    """Return the room of a file: `kernels`, a folder of `srt`, or a folder of `srt/speculative`."""
+    """Return the room of a file: `kernels`, a folder of `srt` or of `srt/speculative`, or `.`."""
     parts = path.partition(PACKAGE)[2].split("/")[:-1]
     depth = 3 if parts[:2] == ["srt", "speculative"] else 2 if parts[:1] == ["srt"] else 1
-    return "/".join(parts[:depth])
+    return "/".join(parts[:depth]) or "."
 
 
 def coverage_of_rooms(report: dict) -> dict[str, tuple[int, int]]:

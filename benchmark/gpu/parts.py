@@ -184,7 +184,7 @@ def _quantize(draft: Path, folder: Path, scheme: str) -> None:
 
 
 def _tests() -> list[Part]:
-    files = sorted((ROOT / "test" / "srt").rglob("test_*.py"))
+    files = sorted((ROOT / "test" / "srt").rglob("test_*.py"), key=lambda file: file.name)
     marked = [f for f in files if "pytest.mark.gpu" in f.read_text() or "against_twin" in f.read_text()]
     runs = {f.stem: Step("run", TESTS_S, partial(checks.run_tests, file=f.relative_to(ROOT))) for f in marked}
     return [Part(f"tests/{name}", (step,)) for name, step in runs.items()]

@@ -28,7 +28,7 @@ LONGEST = (
     "test_sampled_sequences.py",
     "test_seeds.py",
     "test_lossless_hybrid.py",
-    "test_penalties.py",
+    "test_penalized_answers.py",
     "test_target_families.py",
     "test_rehearsal.py",
     "test_stock_sglang.py",

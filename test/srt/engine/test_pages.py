@@ -71,15 +71,16 @@ class Configuration:
 
 
 CONFIGURATIONS = (
-    Configuration(TARGET, DRAFT, 8, 64),
+    # Larger blocks, or chunks, cross the borders of the same pages: the next row of each target.
+    Configuration(TARGET, DRAFT, 8, 64, is_long=True),
     Configuration(TARGET, DRAFT, 16, 64, 64),
     Configuration(TARGET, DRAFT, 8, 256, 256, is_long=True),
     Configuration(TARGET, DRAFT, 16, 256),
     Configuration(TARGET, DRAFT, 8, 4, 4),
     Configuration(TARGET, DRAFT, 16, 1, 4, ("--enable-mixed-chunk",)),
     Configuration(TARGET, PEAGLE_DRAFT, 8, 64, 64),
-    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 64),
-    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 16, 64, 64, is_long=True),
+    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 64, is_long=True),
+    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 16, 64, 64),
     Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 256, 256),
     Configuration(HYBRID_TARGET, HYBRID_DRAFT, 16, 256, is_long=True),
     Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 1, 4),

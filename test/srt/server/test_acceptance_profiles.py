@@ -171,26 +171,24 @@ def test_our_own_lengths_are_over_all_blocks(monkeypatch, tmp_path):
     assert server.concurrencies == [96] and expected["accept_length"] < 5
 
 
+# test_dflash.py has a part of the prompts; test_lossless_hybrid.py compares every cycle of the hybrid pair.
 @pytest.mark.server
-@pytest.mark.parametrize(
-    "profile",
-    # Every cycle of the others is compared elsewhere: test_lossless_hybrid.py, test_speculators_parity.py.
-    [pytest.param(name, marks=() if name == "tiny-dflash" else pytest.mark.long) for name in BUNDLED],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("profile", BUNDLED)
 def test_a_bundled_draft(profile, servers):
     """Measure a draft; the harness starts the first one's server by itself."""
     servers.close()
     if profile == BUNDLED[0]:
-        check(profile)
+        assert_profile(profile)
         return
     arguments = [*PROFILES[profile]["server_args"], WHOLE_BLOCKS, "--max-running-requests", "96"]
     if not (ROOT / arguments[1]).exists():
         pytest.skip(f"no {arguments[1]}: `make model` fetches it")
     with contextlib.chdir(ROOT), serve(*arguments, env=ENVIRONMENT | UNCOUNTED, start=warm_start()) as server:
-        check(profile, "--url", server.url)
+        assert_profile(profile, "--url", server.url)
 
 
-def check(profile: str, *more: str) -> None:
+def assert_profile(profile: str, *more: str) -> None:
     command = [sys.executable, "benchmark/acceptance.py", "--profile", profile, *more]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     print(ended.stdout)

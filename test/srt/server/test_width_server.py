@@ -1,7 +1,7 @@
 """Adaptive verify widths through a live server: grammars, log probabilities, pauses and reports.
 
-The output is the target's at any width: rows of test_lossless.py, test_penalties.py, test_seeds.py and
-test_sampled_sequences.py test that.
+The output is the target's at any width: rows of engine/test_lossless.py,
+engine/test_penalized_answers.py, test_seeds.py and test_sampled_sequences.py test that.
 """
 
 import json
