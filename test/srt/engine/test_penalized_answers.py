@@ -136,19 +136,3 @@ def test_penalties_change_these_answers(jobs, expected):
         want != list(answer.output_ids) for want, answer in zip(expected, answers_of(greedy), strict=True)
     ]
     assert sum(changed) > 0.6 * len(changed)
-
-
-def test_penalties_after_a_retraction(jobs):
-    """Tokens from before a retraction still count.
-
-    SGLang itself forgets them, so answers are compared with the same setting and a pool for all requests.
-    """
-    long = [
-        replace(job, max_new_tokens=160, step=0) for job in jobs[:16] if "min_new_tokens" not in job.sampling
-    ]
-    wanted = answers_of(long, *dflash_arguments())
-    # Told that answers are short, the scheduler admits more than the pool holds.
-    pool = ("--max-total-tokens", sum(len(job.input_ids) + 160 for job in long) // 3)
-    found = answers_of(long, *dflash_arguments(), *pool, SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION="8")
-    assert sum(answer.retractions for answer in found) > 0, "nothing was retracted"
-    assert [answer.output_ids for answer in found] == [answer.output_ids for answer in wanted]
