@@ -84,11 +84,11 @@ def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed:
     prefix_accept_prob = accept_probs.cumprod(axis=1)
     chooser = LengthChooser(costs, n)
     verify, draft = costs.verify(n), costs.draft(n)
-    rows, modes = np.arange(n), np.zeros(n, dtype=int)
+    rows, modes, no_matches = np.arange(n), np.zeros(n, dtype=int), np.zeros(n, dtype=int)
     said, born, late = rng.integers(0, ANSWER, n), np.zeros(n, dtype=int), []
     tokens = seconds = 0.0
     for cycle in range(CYCLES):
-        lengths = chooser.choose(born.sum(), rows, modes).lengths
+        lengths = chooser.choose(born.sum(), rows, modes, 0, no_matches, np.full(n, DEPTH)).lengths
         hits = (rng.random(prefix_accept_prob.shape) < accept_probs).cumprod(axis=1).sum(axis=1)
         kept = np.minimum(hits, lengths)
         late.append((lengths, kept, born.copy()))

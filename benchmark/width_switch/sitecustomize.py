@@ -60,7 +60,7 @@ seconds: Counter[str] = Counter()
 
 def verify_in_turns(module) -> None:
     """Replace choices by those of the turn."""
-    adaptive = module.AdaptiveWidth
+    adaptive = module.AdaptiveLengths
     choose_own, choose, learn = adaptive._choose, adaptive.choose, adaptive.on_accept_lens
     cycles: deque = deque()  # turn of each cycle in flight, and lengths that the policy would have chosen
     chosen = None
@@ -73,10 +73,10 @@ def verify_in_turns(module) -> None:
             chosen = choose_own(self, *arguments)
         if turns.number == OWN:
             return chosen
-        requests, _, matches, *_ = arguments
+        requests, _, matches, _ = arguments
         n, depth = len(requests.rows), turns.number - 1
         copies = module.np.zeros(n, dtype=bool)
-        if matches is not None and depth:
+        if matches.any() and depth:
             copied = self.chooser.copies.prefix_accept_probs(requests.modes, matches)[:, :depth].sum(axis=1)
             drafted = self.chooser.drafts.prefix_accept_probs(requests.rows, requests.modes)[:, :depth].sum(
                 axis=1
@@ -92,7 +92,7 @@ def verify_in_turns(module) -> None:
         cycles.append((turns.number, None if chosen is None else chosen.lengths))
         if turns.number == OWN:
             decided["seconds"] += spent
-            lengths.update(plan.verified_drafts(len(plan.batch.rows)).tolist())
+            lengths.update(plan.layout.num_draft_tokens.tolist())
         elif chosen is not None and turns.counts:
             seconds[str(turns.number)] -= spent
         return plan

@@ -32,7 +32,6 @@ from sglang_dflash.srt.arg_groups.support import dp_attention_findings
 from sglang_dflash.srt.speculative import parallel
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.drafters import build
-from sglang_dflash.srt.speculative.drafters.build import SubgroupDrafter
 from sglang_dflash.srt.speculative.parallel import check_borrowed_layers
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
@@ -279,11 +278,11 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
 
     monkeypatch.setattr(build, "run_as_draft", context)
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
-    own = layout(tp_group)
+    own, methods = layout(tp_group), ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit")
+    originals = [getattr(inner, method) for method in methods]
     drafter = build.build_drafter(MagicMock(), target(object(), object()), 4, own)
     assert drafter.num_draft_rows == 7
-    assert isinstance(drafter, SubgroupDrafter) == (tp_group is not None)
-    for method in ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit"):
+    for method, original in zip(methods, originals, strict=True):
         getattr(drafter, method)("argument")
-        getattr(inner, method).assert_called_once_with("argument")
+        original.assert_called_once_with("argument")
     assert entered == ([own] * 5 if tp_group is not None else [])

@@ -127,7 +127,7 @@ def test_every_command_is_known():
 def test_json_blocks_are_settings_of_the_verify_width():
     given = [block for page in PAGES for language, block in blocks(page) if language == "json"]
     assert given and all(
-        AdaptiveSettings.parse(settings).widths(8, "cpu") == (1, 2, 4, 8) for settings in given
+        AdaptiveSettings.parse(settings).verify_lens(8, "cpu") == (1, 2, 4, 8) for settings in given
     )
 
 

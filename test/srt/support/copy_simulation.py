@@ -17,10 +17,10 @@ from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
+from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
-from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
-from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, WholeBlocks
+from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
@@ -99,15 +99,20 @@ class _Clock(CycleClock):
         super().__init__("cpu")
         self.noise, self.rng = noise, np.random.default_rng(2)
         self.seconds = 0.0
-        self.durations: deque[float] = deque()
+        self.duration = 0.0
+        self.timings: list = []
 
     def last(self, seconds: float) -> None:
         """Set the seconds of the cycle that is about to stop."""
-        self.durations.append(seconds * np.exp(self.noise * self.rng.standard_normal()))
+        self.duration = seconds * np.exp(self.noise * self.rng.standard_normal())
         self.seconds += seconds
 
+    def stop(self, work=None):
+        self.timings.append((work, self.duration))
+
     def finished(self):
-        return [CycleTiming(timing.work, self.durations.popleft(), 0.0) for timing in super().finished()]
+        timings, self.timings = self.timings, []
+        return timings
 
 
 @dataclass
@@ -119,7 +124,6 @@ class _Cycle:
     committed: torch.Tensor
     req_pool_indices: torch.Tensor
     tokens: torch.Tensor
-    drafted: torch.Tensor | None = None
 
     def narrowed(self, width):
         """Keep the first slots."""
@@ -166,13 +170,13 @@ class CopySimulation:
         self.width = self._adaptive_width() if self.adaptive else WholeBlocks(BLOCK)
         self.tokens = self.cycles = 0
 
-    def _adaptive_width(self) -> AdaptiveWidth:
+    def _adaptive_width(self) -> AdaptiveLengths:
         verify = np.array([[self.cost(int(n), int(w), 0) for w in WIDTHS] for n in LOADS])
         draft = np.array([self.cost(int(n), 1, 1) - self.cost(int(n), 1, 0) for n in LOADS])
         costs = CostTable(LOADS, WIDTHS, verify, draft)
         chooser = LengthChooser(costs, ROWS, skips_draft=self.skips_draft)
         group = SimpleNamespace(world_size=1, rank_in_group=0)
-        return AdaptiveWidth(chooser, AnyRows(), self.clock, ROWS, group, has_copies=self.copies)
+        return AdaptiveLengths(chooser, AnyRows(), self.clock, group, DFlashMetrics(BLOCK - 1, None), 40)
 
     def run(self, texts: Sequence[Text]) -> "CopySimulation":
         """Serve the texts as one batch to their end; totals are of this run."""
@@ -224,7 +228,8 @@ class CopySimulation:
             seq_lens_cpu=committed,
             sampling_info=SimpleNamespace(has_custom_logit_processor=False),
         )
-        plan = self.width.choose(batch, False, self.source.look_up(batch))
+        caps = np.full(len(rows), BLOCK - 1)
+        plan = self.width.choose(batch, False, self.source.look_up(batch), caps)
         slots = BLOCK if plan.verify_len > 1 else 1
         tokens = torch.tensor([[self.draft.texts[row][n]] * slots for row, n in self._places(rows)])
         cycle = _Cycle(len(rows), slots, committed, batch.req_pool_indices, tokens)
@@ -258,23 +263,20 @@ class CopySimulation:
     def _propose(self, batch, cycle: _Cycle, plan: CyclePlan) -> tuple[DraftBlock, int]:
         """Return blocks, and the number of requests that were drafted for, as the worker has them."""
         self.source.choose(batch, plan.copies)
-        if plan.copies is None:
+        if not plan.copies.size:
             runs_draft = not self.draft.writes_context_apart or self.source.needs_draft()
             on_host = np.arange(cycle.bs if runs_draft else 0)
         else:
             verified = plan.layout.num_draft_tokens
             on_host = np.flatnonzero(self.draft.to_draft(None, verified, (verified > 0) & ~plan.copies))
-            cycle.drafted = torch.from_numpy(on_host)
-        block = draft_subset(self.draft, cycle, on_host, cycle.drafted, plan.verify_len, None, None)
+        block = draft_subset(self.draft, cycle, on_host, plan.verify_len, None, None)
         return self.source.overlay(block), len(on_host)
 
     def _places(self, rows):
         return [(row, self.committed[row]) for row in rows]
 
     def _tell(self, plan, accept_lens, proposals) -> None:
-        if proposals is not None:
-            drafted = plan.max_accept.tolist()
-            self.source.stats.on_accept_lens(proposals, accept_lens, drafted)
+        self.source.stats.on_accept_lens(proposals, accept_lens, plan.max_accept.tolist())
         self.width.on_accept_lens(plan, accept_lens, proposals)
 
     @property

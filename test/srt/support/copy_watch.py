@@ -55,10 +55,10 @@ class KnownCosts(Watch):
         """Register in the scheduler's process."""
         super().__call__(scheduler)
         self.worker.copies.knows_matches_on_host = not self.late
-        if chooser := getattr(self.worker._width, "chooser", None):  # else whole blocks
-            loads, widths = np.array([1, 64]), chooser.costs.widths
-            verify = 1 + 0.01 * loads[:, None] * (widths - 1)
-            chooser.costs = CostTable(loads, widths, verify, np.array([0.3, 0.3]))
+        if chooser := getattr(self.worker._planner, "chooser", None):  # else whole blocks
+            loads, verify_lens = np.array([1, 64]), chooser.costs.verify_lens
+            verify = 1 + 0.01 * loads[:, None] * (verify_lens - 1)
+            chooser.costs = CostTable(loads, verify_lens, verify, np.array([0.3, 0.3]))
 
     def on_begun(self, batch):
         """Write the outcomes, with those of the widths."""

@@ -74,28 +74,16 @@ def launch_prepare_rows(last_start: int | None, bs=4, width=8):
     ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
     states = torch.zeros(48, block_size, hidden, dtype=torch.bfloat16)
     tokens = torch.zeros(48, block_size, dtype=torch.int64)
-    pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous())
+    pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous(), tokens[:, 0].int())
     fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
     tables = peagle_rows.RowTables(table, table, 151_669, last_start)
     peagle_rows.prepare_rows_triton(ints, ints, pending, tables, states[0, 0], fused, ints)
 
 
-def launch_commit_rows(is_block: bool, bs=4, width=8):
-    block_size, hidden, width = 8, 4096, max(2, min(width, 8)) if is_block else 1
-    tokens = torch.zeros(48, block_size, dtype=torch.int64)
-    pending = peagle_rows.Pending(
-        tokens, torch.zeros(48, block_size, hidden, dtype=torch.bfloat16), tokens[:, 0].contiguous()
-    )
-    fused = torch.zeros(bs * width, hidden, dtype=torch.bfloat16)
-    accept_len = torch.zeros(bs, dtype=torch.int32)
-    peagle_rows.commit_rows_triton(
-        pending.count[:bs], accept_len, tokens[:bs, :width].contiguous(), fused, pending
-    )
-
-
 def launch_append_rows(has_slots: bool, bs=4, width=8):
     tokens, rows = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 8, dtype=torch.int64)
-    pending = peagle_rows.Pending(rows, torch.zeros(48, 8, 4096, dtype=BF16), rows[:, 0].contiguous())
+    states, count = torch.zeros(48, 8, 4096, dtype=BF16), rows[:, 0].contiguous()
+    pending = peagle_rows.Pending(rows, states, count, count.int())
     fused = torch.zeros(bs * width, 4096, dtype=BF16)
     accept_len = torch.zeros(bs, dtype=torch.int32)
     requests, slots = pending.count[:bs], tokens if has_slots else None
@@ -216,8 +204,6 @@ CASES = {
         launch_prepare_rows,
         (40_000,),
     ),
-    "commit_rows": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (True,)),
-    "commit_rows, one more": (peagle_rows, "commit_rows_kernel", launch_commit_rows, (False,)),
     "append_rows": (peagle_rows, "append_rows_kernel", launch_append_rows, (False,)),
     "append_rows, packed": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
     "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),

@@ -104,7 +104,7 @@ class Simulation:
         draft = np.array([self.cost.draft_for(int(n)) for n in LOADS]) * self.wrong.get("draft", 1.0)
         every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
         half = np.array([self.cost.cycle(lengths) for lengths in every_other])
-        half = None if self.ignored == "ragged_overhead" else half
+        half = 0.0 if self.ignored == "ragged_overhead" else half
         read = 0.0 if self.ignored == "read" else self.cost.read
         self.costs = CostTable(
             LOADS, WIDTHS, verify * wrong, draft, reads=read, mixed_sample=half, tries=KNOWN * self.is_steady
@@ -112,15 +112,16 @@ class Simulation:
         self.chooser = LengthChooser(self.costs, 64)
         self.tokens = self.seconds = 0.0
 
-    def run(self, n: int, cycles: int = 400, warm: int = 100, caps=None) -> "Simulation":
+    def run(self, n: int, cycles: int = 400, warm: int = 100, caps=DEPTH) -> "Simulation":
         """Run so many cycles of n requests; totals leave out the first ones, with expected tokens."""
         rows, modes, kinds = np.arange(n), np.zeros(n, dtype=int), cycle(self.kinds)
         self.accept_probs = np.stack([KINDS[next(kinds)] for _ in rows])
         prefix_accept_prob = self.accept_probs.cumprod(axis=1)
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
         self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
+        matches, caps = np.zeros(n, dtype=int), np.broadcast_to(caps, n)
         for number in range(cycles):
-            choice = self.chooser.choose(born.sum(), rows, modes, n * self.context, caps=caps)
+            choice = self.chooser.choose(born.sum(), rows, modes, n * self.context, matches, caps)
             lengths = choice.lengths
             hits = (self.rng.random(prefix_accept_prob.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)

@@ -40,7 +40,7 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
-from sglang_dflash.srt.speculative.cycle.prompts import Prompts, on_device
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts, table_rows
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.dflash_utils import (
@@ -48,10 +48,9 @@ from sglang_dflash.srt.speculative.dflash_utils import (
     has_room_for_draft_graphs,
     hold_request_rows,
 )
+from sglang_dflash.srt.speculative.drafters.base import VerifyTail, draft_subset
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
-from sglang_dflash.srt.speculative.drafters.context import VerifyTail
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
-from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
 from sglang_dflash.srt.speculative.parallel import (
     arrivals,
     as_draft,
@@ -61,8 +60,8 @@ from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.width.controller import WholeBlocks, Width
-from sglang_dflash.srt.speculative.width.measure import make_width
+from sglang_dflash.srt.speculative.width.controller import LengthPlanner, WholeBlocks
+from sglang_dflash.srt.speculative.width.measure import make_planner
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
-        self._width: Width = WholeBlocks(self.block_size)
+        self._planner: LengthPlanner = WholeBlocks(self.block_size)
         self._in_flight = CyclesInFlight()
         self.observers: list[CycleObserver] = []
         route_weight_updates(target_runner, draft_runner)
@@ -165,13 +164,13 @@ class DFlashWorker(BaseSpecWorker):
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         target_runner = self._target_worker.model_runner
         copies_text = bool(DFlashOptions.COPY_AHEAD.get())
-        self._width = make_width(self, get_parallel().tp_group, self.metrics, copies_text)
+        self._planner = make_planner(self, get_parallel().tp_group, self.metrics)
         if copies_text:
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
             vocab_size = target_runner.model_config.vocab_size
             self.copies.allocate(rows, context_len, vocab_size, torch.device(target_runner.device))
         # Each holds a table by request row, and is told about every request that takes one, in this order.
-        self._row_tables = (self._width, self.copies, self.drafter, self.penalties)
+        self._row_tables = (self._planner, self.copies, self.drafter, self.penalties)
         # Observers see no cycle that is measured above: it belongs to no request.
         self.observers = observers_from_environment()
 
@@ -204,7 +203,7 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def width_report(self) -> dict[str, Any]:
         """Verify length in force and its reasons, for `/server_info`."""
-        return self._width.report()
+        return self._planner.report()
 
     @property
     def plan_report(self) -> dict[str, Any]:
@@ -229,7 +228,7 @@ class DFlashWorker(BaseSpecWorker):
         max_accept = cycle.plan.max_accept.tolist()
         self.metrics.count_verified(accept_lens, max_accept)
         self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
-        self._width.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
+        self._planner.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
 
     # -- one step
 
@@ -292,7 +291,7 @@ class DFlashWorker(BaseSpecWorker):
         caps = requested_caps(batch.reqs, self.block_size)
         is_capped = bool(caps.min() < self.block_size - 1)
         draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
-        plan = self._width.choose(batch, draws, self.copies.look_up(batch), caps)
+        plan = self._planner.choose(batch, draws, self.copies.look_up(batch), caps)
         verify_len = plan.layout.verify_len
         self.speculative_num_draft_tokens = verify_len
         self._notify("on_length_chosen", batch, verify_len)
@@ -302,7 +301,7 @@ class DFlashWorker(BaseSpecWorker):
         cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
         if self._plans_within_bounds or verify_len == 1:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs
-        self._width.on_launched(plan)
+        self._planner.on_launched(plan)
         return result
 
     def run_cycle(
@@ -369,21 +368,18 @@ class DFlashWorker(BaseSpecWorker):
         verify_len = plan.layout.verify_len
         sampling_info = batch.sampling_info if plan.draws else None
         self.copies.choose(batch, plan.copies)
-        if plan.copies is None:  # whole blocks of all requests
+        if not plan.copies.size:  # whole blocks of all requests
             runs_draft = not drafter.writes_context_apart or self.copies.needs_draft()
-            on_host, drafted = np.arange(plan.layout.bs if runs_draft else 0), None
+            on_host = np.arange(plan.layout.bs if runs_draft else 0)
         else:
-            # Start-up plans without requests, for the first rows of the table.
-            rows = np.arange(plan.layout.bs) if plan.requests is None else plan.requests.rows
-            verified = plan.layout.num_draft_tokens
+            rows, verified = table_rows(batch), plan.layout.num_draft_tokens
             on_host = np.flatnonzero(drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies))
-            drafted = on_device(on_host, torch.int64, self.device)
             num_slots = self.block_size if len(on_host) or verify_len > 1 else 1
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        block = draft_subset(drafter, cycle, on_host, drafted, verify_len, sampling_info, runner)
+        block = draft_subset(drafter, cycle, on_host, verify_len, sampling_info, runner)
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
-        return cycle.packed(plan.layout, drafted), block, bool(len(on_host))
+        return cycle.packed(plan.layout), block, bool(len(on_host))
 
     def _notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

@@ -34,7 +34,7 @@ def _wrong_host_length() -> None:
 
 def _stale_states() -> None:
     """Build the draft's context from the aux hidden states of an earlier step."""
-    from sglang_dflash.srt.speculative.drafters.context import VerifyTail
+    from sglang_dflash.srt.speculative.drafters.base import VerifyTail
 
     to_commit, first = VerifyTail.states_to_commit, {}
 

@@ -148,14 +148,14 @@ def _note_bounds() -> None:
     """Let the kernels compare the host's bounds of lengths with the device's lengths."""
     from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan
 
-    expect = BlockPlan.expect
+    choose = BlockPlan._choose_plan
 
-    def noted(self, *args):
-        expect(self, *args)
+    def noted(self):
         workspace = self.wrapper._int_workspace_buffer.data_ptr()
         flashinfer_kernels.bounds[workspace] = self.least, self.most
+        choose(self)
 
-    BlockPlan.expect = noted
+    BlockPlan._choose_plan = noted
 
 
 def _operation(name: str, body):

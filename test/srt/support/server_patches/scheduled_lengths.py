@@ -33,16 +33,18 @@ def read_schedule(module) -> None:
 
 def follow_schedule(module) -> None:
     """Replace the policy's choices by those of the schedule, if there is one."""
-    choose = module.AdaptiveWidth._choose
+    choose = module.AdaptiveLengths._choose
 
-    def choose_by_schedule(self, batch, num_tokens, matches, caps):
-        choice = choose(self, batch, num_tokens, matches, caps)
+    def choose_by_schedule(self, requests, further, matches, caps):
+        choice = choose(self, requests, further, matches, caps)
         schedule = json.loads(os.environ.get(_VARIABLE, "[]"))
         return (
-            scheduled(choice, batch.rows, self._num_cycles, schedule, matches, caps) if schedule else choice
+            scheduled(choice, requests.rows, self._num_cycles, schedule, matches, caps)
+            if schedule
+            else choice
         )
 
-    module.AdaptiveWidth._choose = choose_by_schedule
+    module.AdaptiveLengths._choose = choose_by_schedule
 
 
 def scheduled(
@@ -50,8 +52,8 @@ def scheduled(
     rows: np.ndarray,
     cycle: int,
     schedule: Sequence[int],
-    matches: np.ndarray | None = None,
-    caps: np.ndarray | None = None,
+    matches: np.ndarray,
+    caps: np.ndarray,
 ) -> Any:
     """Replace a choice by the schedule's.
 
@@ -62,10 +64,10 @@ def scheduled(
         rows: of the request table. [n]
         cycle: number of the cycle.
         schedule: numbers of drafted tokens.
-        matches: lengths of the requests' matches. Two of three are copied. None: nothing is. [n]
-        caps: most drafted tokens of each request. None: no limits. [n]
+        matches: lengths of the requests' matches. Two of three are copied. [n]
+        caps: most drafted tokens of each request. [n]
     """
     place = np.full(len(rows), cycle) + (5 * rows if len(rows) > 1 else 0)
-    copies = np.zeros(len(rows), dtype=bool) if matches is None else (matches > 0) & (place % 3 > 0)
+    copies = (matches > 0) & (place % 3 > 0)
     lengths = np.array(schedule)[place % len(schedule)]
-    return choice._replace(lengths=lengths if caps is None else np.minimum(lengths, caps), copies=copies)
+    return choice._replace(lengths=np.minimum(lengths, caps), copies=copies)

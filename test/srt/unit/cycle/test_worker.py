@@ -28,7 +28,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
     has_room_for_draft_graphs,
 )
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.drafters.context import VerifyTail
+from sglang_dflash.srt.speculative.drafters.base import VerifyTail
 from sglang_dflash.srt.speculative.drafters.copies import CopySource
 from sglang_dflash.srt.speculative.request_fields import requested_caps
 
@@ -54,7 +54,7 @@ def test_grammars_run_beside_verify(monkeypatch):
     """
     events = []
     accepted = accepted_blocks(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64))
-    monkeypatch.setattr(dflash_worker.Cycle, "begin", lambda *_: MagicMock(bs=1))
+    monkeypatch.setattr(dflash_worker.Cycle, "begin", lambda *_: MagicMock(bs=1, verify_len=4))
     monkeypatch.setattr(dflash_worker, "verify", lambda *_: events.append("verify") or MagicMock())
     # A tree is any object here.
     monkeypatch.setattr(

@@ -15,9 +15,10 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.plan import Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import WHOLE_CYCLES, CopySource, CopyStats
-from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
 
 CPU = torch.device("cpu")
 
@@ -268,17 +269,17 @@ class Simulation:
         tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
         self.cycle = SimpleNamespace(
             bs=len(rows), verify_len=width, tokens=tokens, committed=lengths, committed_host=lengths,
-            drafted=None, req_pool_indices=torch.tensor(rows),
+            req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
         batch = SimpleNamespace(
             req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
         )
         self.matches = self.copies.look_up(batch)
-        self.copies.choose(batch, None)
+        self.copies.choose(batch, np.zeros(0, dtype=bool))
         self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
         on_host = np.arange(len(rows) if self.was_drafted else 0)
         return self.copies.overlay(
-            draft_subset(self.drafter, self.cycle, on_host, None, width, sampling_info, None)
+            draft_subset(self.drafter, self.cycle, on_host, width, sampling_info, None)
         )
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
@@ -405,7 +406,7 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
 def test_a_new_request_is_drafted_for():
     stats = CopyStats(SILENT)
     whole = torch.tensor([9], dtype=torch.int32)
-    cycles = [stats.proposals(whole, True) for _ in range(WHOLE_CYCLES + 1)]
+    cycles = [Proposals(whole, torch.empty(0)) for _ in range(WHOLE_CYCLES + 1)]
     for cycle in cycles[:-1]:
         stats.on_accept_lens(cycle, [7], [7])
     assert stats.all_copy
@@ -421,9 +422,9 @@ def test_outcomes_by_source():
     )
     stats = CopyStats(metrics)
     cycles = [
-        stats.proposals(torch.tensor([9, -9, 0], dtype=torch.int32), True),
-        stats.proposals(torch.tensor([9, 0], dtype=torch.int32), False),
-        stats.proposals(None, False),
+        Proposals(torch.tensor([9, -9, 0], dtype=torch.int32), torch.empty(0)),
+        Proposals(torch.tensor([9, 0], dtype=torch.int32), torch.empty(0), was_drafted=False),
+        Proposals(torch.empty(0), torch.empty(0), was_drafted=False),
     ]
     stats.on_accept_lens(cycles[0], [5, 2, 1], [7, 7, 7])
     stats.on_accept_lens(cycles[1], [3, 0], [7, 7])

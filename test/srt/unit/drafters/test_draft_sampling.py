@@ -8,7 +8,7 @@ from support.decisions import accept_by_block_verification, accept_by_rejection,
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, choose_tokens, likeliest
+from sglang_dflash.srt.speculative.drafters.sampling import ALL_SLOTS, DraftSampling, choose_tokens, likeliest
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 WHOLE = DraftSampling(candidates=1000)
@@ -164,7 +164,7 @@ def test_a_draft_makes_sense(data):
     parameters = each([1e-6, 0.3, 1.0, 100.0]), each([1, 2, 5, 1000, NO_LIMIT]), each([0.0, 0.5, 0.999, 1.0])
     sampling = DraftSampling(
         data.draw(st.sampled_from([0.1, 1.0])),
-        data.draw(st.sampled_from([None, 0, 2])),
+        data.draw(st.sampled_from([ALL_SLOTS, 0, 2])),
         data.draw(st.sampled_from([1, 3, 1000])),
     )
     tokens, draft = draw(logits, uniforms, *parameters, sampling)

@@ -10,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.draft_probs import one_hot
 
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative import dflash_info
 from sglang_dflash.srt.speculative.cycle import block as blocks
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
-from sglang_dflash.srt.speculative.drafters.sampling import draft_subset
+from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth
+from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths
 from sglang_dflash.srt.speculative.width.estimates import CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
@@ -129,7 +130,6 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
         drafter,
         cycle,
         np.flatnonzero(is_drafted),
-        chosen,
         width,
         info,
         SimpleNamespace(kv_index_translator=translator),
@@ -139,7 +139,7 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
         assert block.probs.ids.shape[:2] == (n, width - 1)
         assert (block.probs.prob_of(block.tokens[:, 1:]) == 1).all()
     rows = VerifyLayout(n, width, lengths)
-    packed = cycle.packed(rows, chosen)
+    packed = cycle.packed(rows)
     want_tokens, want_positions, want_slots = [], [], []
     for i in range(n):
         for k in range(lengths[i] + 1):
@@ -159,7 +159,7 @@ def test_custom_logit_processors_read_whole_blocks(has_processor):
     chooser = LengthChooser(costs, 8)
     right = np.full(9, BLOCK - 1)
     chooser.copies.learn(np.zeros(9, dtype=int), np.full(9, 16), right, right)
-    width = AdaptiveWidth(chooser, AnyRows(), CycleClock("cpu"), 8, group, has_copies=True)
+    width = AdaptiveLengths(chooser, AnyRows(), CycleClock("cpu"), group, DFlashMetrics(BLOCK - 1, None), 40)
     params = SimpleNamespace(
         top_k=1, logit_bias=None, min_new_tokens=0, frequency_penalty=0, presence_penalty=0,
         repetition_penalty=1,
@@ -173,7 +173,7 @@ def test_custom_logit_processors_read_whole_blocks(has_processor):
         req_pool_indices_cpu=torch.arange(2),
         sampling_info=SimpleNamespace(has_custom_logit_processor=has_processor),
     )
-    plan = width.choose(batch, False, np.array([16, 0]))
+    plan = width.choose(batch, False, np.array([16, 0]), np.full(2, BLOCK - 1))
     if has_processor:
         assert plan.layout.num_draft_tokens.tolist() == [BLOCK - 1] * 2
     else:

@@ -14,8 +14,8 @@ from support.draft_cases import Case, FakePlan, lm_head
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.drafters.context import WindowView
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
+from sglang_dflash.srt.speculative.drafters.window import DraftWindow
 
 LENGTHS = [23, 4, 12]
 CAPACITY = 48
@@ -68,7 +68,8 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
     )
     target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
     drafter = DFlashDrafter(runner, target, width)
-    drafter.view = WindowView(
+    drafter.has_own_table = True
+    drafter.window = DraftWindow(
         window,
         SimpleNamespace(page_size=page_size, req_to_token_pool=pools.req_to_token_pool),
         runner,
@@ -106,7 +107,7 @@ def test_lengths_in_sight(backend, page):
     table = torch.arange(4 * 96, dtype=torch.int32).view(4, 96)
     own = torch.full_like(table, -1)
     pool = SimpleNamespace(req_to_token=table)
-    view = WindowView(
+    view = DraftWindow(
         window,
         SimpleNamespace(page_size=16, req_to_token_pool=pool),
         SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=own), kv_index_translator=None),

@@ -6,6 +6,7 @@ of these drafts are as close as a rounding error.
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from support.decisions import accepted_blocks
@@ -16,6 +17,7 @@ from support.sampling_parameters import sampling_parameters
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
 
@@ -187,7 +189,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             can_run_cuda_graph=False,
             layout=whole_blocks(2, width),
         )
-        tokens = drafter.propose(cycle).tokens
+        tokens = draft_subset(drafter, cycle, np.arange(2), width, None, None).tokens
         expected = torch.zeros(2, width, dtype=torch.int64)
         expected[:, 0] = blocks[:, 0]
         for request, n in enumerate(lengths):
@@ -196,7 +198,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)[: width - 1]
         assert torch.equal(tokens, expected)
 
-        cycle = cycle.packed(whole_blocks(cycle.bs, verify_len or width), None)
+        cycle = cycle.packed(whole_blocks(cycle.bs, verify_len or width))
         states = case.aux_hidden(2 * cycle.verify_len, seed=7).view(2, cycle.verify_len, -1)
         for request, n in enumerate(lengths):
             states[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]

@@ -6,6 +6,7 @@ so a row that is read too early makes the result NaN.
 """
 
 import contextlib
+import functools
 import json
 from types import SimpleNamespace
 
@@ -246,20 +247,21 @@ class Simulation:
         Args:
             kept: Accepted drafted tokens per request.
             width: Slots that the step verifies, by default all.
-            is_planned: Whether the step names the requests that it drafted for, as with adaptive lengths.
+            is_planned: Whether the drafter says for which requests it runs, as with adaptive lengths.
         """
         chosen, width = list(kept), self.width if width is None else width
-        cycle = self.begin_cycle(chosen, 1 if width == 1 else self.width)
-        block = self.drafter.propose(cycle).tokens
-        for row, r in enumerate(chosen):
-            n = self.lengths[r]
-            expected = [int(self.texts[r, n])]
-            if cycle.verify_len > 1:
-                drafted = self.reference_logits(r).argmax(dim=-1)
-                expected += (drafted + self.d2t[drafted]).tolist()
-            assert block[row].tolist() == expected, f"request {r} after {n} tokens"
-        drafted = torch.arange(cycle.bs) if is_planned else None
-        cycle = cycle.packed(whole_blocks(cycle.bs, width), drafted)
+        drafted = np.full(len(chosen), self.width > 1)
+        if is_planned and self.width > 1:
+            verified = np.full(len(chosen), width - 1)
+            drafted = self.drafter.to_draft(self.pools.rows[chosen].numpy(), verified, verified > 0)
+        if drafted.any():
+            to_draft = [r for r, is_drafted in zip(chosen, drafted) if is_drafted]
+            block = self.drafter.propose(self.begin_cycle(to_draft)).tokens
+            for row, r in enumerate(to_draft):
+                found = self.reference_logits(r).argmax(dim=-1)
+                expected = [int(self.texts[r, self.lengths[r]]), *(found + self.d2t[found]).tolist()]
+                assert block[row].tolist() == expected, f"request {r} after {self.lengths[r]} tokens"
+        cycle = self.begin_cycle(chosen).packed(whole_blocks(len(chosen), width))
         # Rejected slots get arbitrary states and tokens.
         verified = torch.randn(
             len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9)
@@ -314,17 +316,18 @@ def test_widths_change_from_cycle_to_cycle(block_size, tmp_path):
     """
     simulation = Simulation(block_size, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
-    simulation.cycle({0: 1, 1: 0}, width=2)
-    simulation.cycle({0: block_size - 1, 1: 1})
+    cycle = functools.partial(simulation.cycle, is_planned=True)
+    cycle({0: 1, 1: 0}, width=2)
+    cycle({0: block_size - 1, 1: 1})
     for _ in range(block_size + 2):
-        simulation.cycle({0: 0, 1: 0}, width=1)
+        cycle({0: 0, 1: 0}, width=1)
     simulation.prefill({2: 9})
     for _ in range(2):
-        simulation.cycle({0: 0, 1: 0, 2: 0}, width=1)
+        cycle({0: 0, 1: 0, 2: 0}, width=1)
     for width in (block_size, 2, block_size):
-        simulation.cycle({0: 1, 1: 0, 2: 1}, width)
-    simulation.cycle({0: 0, 1: 0, 2: 0}, width=1)
-    simulation.cycle({0: 0, 1: 0, 2: 0})
+        cycle({0: 1, 1: 0, 2: 1}, width)
+    cycle({0: 0, 1: 0, 2: 0}, width=1)
+    cycle({0: 0, 1: 0, 2: 0})
 
 
 @pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])

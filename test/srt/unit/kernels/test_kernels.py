@@ -144,6 +144,7 @@ def random_rows(
         tokens=torch.randint(150_000, (slots, block_size), generator=rng).to(device),
         fused=torch.randn(slots, block_size, hidden, generator=rng).to(device, torch.bfloat16),
         count=1 + torch.randint(block_size, (slots,), generator=rng).to(device),
+        was_run=torch.randint(2, (slots,), generator=rng, dtype=torch.int32).to(device),
     )
     requests = torch.randperm(slots, generator=rng)[:bs].to(device)
     pending.count[requests] = torch.minimum(pending.count[requests], lengths.to(device))
@@ -174,8 +175,9 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
     for got, want in zip(*outputs, strict=True):
         assert got.dtype == want.dtype == torch.int64
         assert torch.equal(got, want) and got.shape == want.shape
-    # Written in place: the table, the fused states, the first drafting row.
+    # Written in place: the table, the fused states, the first drafting row, and that the rows were run.
     assert torch.equal(mine[3].table, twins[3].table)
+    assert torch.equal(mine[2].was_run, twins[2].was_run) and mine[2].was_run[mine[0]].all()
     for place in (5, 6):
         assert torch.equal(mine[place], twins[place])
 
@@ -192,6 +194,7 @@ def two_blocks_of_rows(
         tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
         fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
         count=torch.tensor([1, 3]),
+        was_run=torch.zeros(2, dtype=torch.int32),
     )
     source = torch.arange(100, 140, dtype=torch.int32).view(2, 20)
     table, fused, first = (
@@ -237,8 +240,8 @@ def test_prepared_rows_at_the_end_of_the_context():
     assert rows.start.tolist() == [4, 1] and first.tolist() == [4, 0]
 
 
-def random_commit(seed: int, bs: int, width: int, block_size: int, hidden: int, device: str) -> list:
-    """Return arguments of commit_rows."""
+def random_appended(seed: int, bs: int, width: int, block_size: int, hidden: int, device: str) -> list:
+    """Return arguments of append_rows, without slots."""
     pending = random_rows(seed, bs, block_size, hidden, device)[2]
     rng = torch.Generator().manual_seed(seed)
     requests = torch.randperm(bs + 3, generator=rng)[:bs].to(device)
@@ -256,20 +259,10 @@ def random_commit(seed: int, bs: int, width: int, block_size: int, hidden: int, 
 
 @against_twin
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
-def test_commit_rows_equals_its_twin(seed, bs, block_size, appends, hidden):
-    width = 1 if appends else block_size
-    mine, twins = (random_commit(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
-    peagle_rows.commit_rows_triton(*mine), peagle_rows.commit_rows_torch(*twins)
-    for name in ("tokens", "fused", "count"):
-        assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
-
-
-@against_twin
-@given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
 def test_append_rows_equals_its_twin(seed, bs, block_size, is_packed, hidden):
     """Rows of other requests and rejected rows must stay out, whatever a request had pending."""
     width, rng = min(block_size, 4), np.random.default_rng(seed)
-    mine, twins = (random_commit(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
+    mine, twins = (random_appended(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
     lengths = rng.integers(0, width, bs) if is_packed else np.full(bs, width - 1)
     accepted = torch.from_numpy(rng.integers(0, lengths + 1)).int().to(DEVICE)
     slots = None
@@ -280,7 +273,7 @@ def test_append_rows_equals_its_twin(seed, bs, block_size, is_packed, hidden):
         pending.count[requests] = torch.minimum(pending.count[requests], block_size - accepted - 1)
         run = peagle_rows.append_rows_triton if pending is mine[-1] else peagle_rows.append_rows_torch
         run(requests, accepted, tokens, fused, slots, pending)
-    for name in ("tokens", "fused", "count"):
+    for name in ("tokens", "fused", "count", "was_run"):
         assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
 
 
@@ -644,7 +637,7 @@ def test_alignment_is_what_all_buffers_have():
 def test_no_kernel_synchronises_with_the_host():
     """One CUDA graph captures all of them, and replays on other data."""
     blocks, verdicts = random_blocks(0, 3, 16, "cuda"), random_verdicts(0, 3, 16, "cuda")
-    committed = random_commit(0, 3, 16, 16, 64, "cuda")
+    appended = random_appended(0, 3, 16, 16, 64, "cuda")
     context = Context(0, 48, 5, 8, 128, torch.bfloat16, torch.bfloat16, torch.float32, "cuda")
     buffers = torch.full(context.pool_shape, torch.nan, device="cuda", dtype=torch.bfloat16)
     pool = KVPoolPointers.from_pools(list(buffers[:, 0]), list(buffers[:, 1]))
@@ -653,7 +646,7 @@ def test_no_kernel_synchronises_with_the_host():
     def cycle():
         prepared, accepted = block.prepare_block(*blocks), accept.accept_greedy(*verdicts)
         context_kv.write_context_kv(*arguments, accept_len=accepted.accept_len, block_size=16)
-        peagle_rows.commit_rows(*committed)
+        peagle_rows.append_rows(*appended[:-1], None, appended[-1])
         return *prepared, *accepted
 
     cycle()  # compiles

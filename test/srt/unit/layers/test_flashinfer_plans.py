@@ -84,7 +84,7 @@ class Graph:
             _int_workspace_buffer=None,
             _cached_module=self.module,
         )
-        width = WIDTH if captured is None else None
+        width = WIDTH if captured is None else 0
         self.shares = shared is not None and shared.share_with(self.wrapper, width, self.translator)
         self.keys = shared if self.shares else BlockKeys(self.wrapper, width, self.translator)
         queries = captured or [WIDTH] * bs

@@ -12,13 +12,21 @@ import torch
 from support.server_patches.scheduled_lengths import scheduled
 
 from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
+from sglang_dflash.srt.speculative.cycle.plan import (
+    NOTHING_LOOKED_UP,
+    CycleInFlight,
+    CyclePlan,
+    CyclesInFlight,
+    Proposals,
+)
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
-from sglang_dflash.srt.speculative.width.clock import CycleClock, CycleTiming
-from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, WholeBlocks
+from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
+from sglang_dflash.srt.speculative.width.clock import CycleClock
+from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable
-from sglang_dflash.srt.speculative.width.measure import _seconds_overlapped, make_width
+from sglang_dflash.srt.speculative.width.measure import _seconds_overlapped, make_planner
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -40,8 +48,8 @@ WIDTHS = (1, 2, 4, 8)
     ],
 )
 def test_default_widths(block_size, on_cpu, on_gpu):
-    assert AdaptiveSettings().widths(block_size, "cpu") == on_cpu
-    assert AdaptiveSettings().widths(block_size, "cuda") == on_gpu
+    assert AdaptiveSettings().verify_lens(block_size, "cpu") == on_cpu
+    assert AdaptiveSettings().verify_lens(block_size, "cuda") == on_gpu
 
 
 def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
@@ -50,7 +58,7 @@ def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
     monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "{}")
     runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(post_capture_active=True))
     worker = SimpleNamespace(block_size=8, device="cuda", target_worker=SimpleNamespace(model_runner=runner))
-    width = make_width(worker, None, None, has_copies=False)
+    width = make_planner(worker, None, None)
     assert isinstance(width, WholeBlocks)
     assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in caplog.text
 
@@ -81,7 +89,7 @@ def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     settings.to_environment()
     assert AdaptiveSettings.from_environment() == settings
     assert settings.probe_share == 0.01
-    assert settings.widths(8, "cpu") == (1, 3, 6)
+    assert settings.verify_lens(8, "cpu") == (1, 3, 6)
     AdaptiveSettings().to_environment()
     assert AdaptiveSettings.from_environment() == AdaptiveSettings()
 
@@ -119,7 +127,7 @@ def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
 
 def test_more_than_the_block_holds():
     with pytest.raises(ValueError, match="9 drafted tokens .* block of 8"):
-        AdaptiveSettings(candidate_steps=(0, 9)).widths(8, "cpu")
+        AdaptiveSettings(candidate_steps=(0, 9)).verify_lens(8, "cpu")
 
 
 # -- choosing and learning
@@ -128,23 +136,28 @@ def test_more_than_the_block_holds():
 class Clock(CycleClock):
     """Cycles take twice what is expected of them."""
 
-    costs: CostTable
+    def __init__(self, costs: CostTable):
+        super().__init__("cpu")
+        self.costs, self.timings = costs, []
+
+    def stop(self, work=None):
+        self.timings.append((work, 2 * self.costs.expected(work)))
 
     def finished(self):
-        works = [timing.work for timing in super().finished()]
-        return [CycleTiming(work, 2 * self.costs.expected(work) if work else 1.0, 0.0) for work in works]
+        timings, self.timings = self.timings, []
+        return timings
 
 
-class Scheduled(AdaptiveWidth):
+class Scheduled(AdaptiveLengths):
     """Verifies the lengths of a schedule, if there is one."""
 
     schedule: Sequence[int] = ()
 
-    def _choose(self, batch, num_tokens, matches, caps):
-        choice = super()._choose(batch, num_tokens, matches, caps)
+    def _choose(self, requests, further, matches, caps):
+        choice = super()._choose(requests, further, matches, caps)
         if not self.schedule:
             return choice
-        return scheduled(choice, batch.rows, self._num_cycles, self.schedule, matches, caps)
+        return scheduled(choice, requests.rows, self._num_cycles, self.schedule, matches, caps)
 
 
 def request(row: int, grammar=None, **params) -> SimpleNamespace:
@@ -173,26 +186,31 @@ def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(new_reqs=reqs, table_rows=rows_of(reqs).numpy())
 
 
-def adaptive(schedule=(), group=None, row=0.06, **more) -> AdaptiveWidth:
+def adaptive(schedule=(), group=None, row=0.06, log_every=40) -> AdaptiveLengths:
     """Make one. row: seconds of a slot."""
     costs = 1.0 + row * (np.array(WIDTHS) - 1)
     table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1]))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
-    clock = Clock("cpu")
-    clock.costs = copy.deepcopy(table)
-    width = Scheduled(LengthChooser(table, 32), AnyRows(), clock, 32, group, **more)
+    clock, metrics = Clock(copy.deepcopy(table)), DFlashMetrics(7, None)
+    width = Scheduled(LengthChooser(table, 32), AnyRows(), clock, group, metrics, log_every)
     width.schedule = schedule
     return width
 
 
-def run(width: AdaptiveWidth, batch, cycles: int, kept, **options) -> list[CyclePlan]:
+def choose(width: AdaptiveLengths, batch, draws=False, matches=0, caps=7) -> CyclePlan:
+    """Plan a cycle. matches, caps: of each request, or of all."""
+    n = len(batch.reqs)
+    return width.choose(batch, draws, np.broadcast_to(matches, n), np.broadcast_to(caps, n))
+
+
+def run(width: AdaptiveLengths, batch, cycles: int, kept, **options) -> list[CyclePlan]:
     """Run cycles whose accept lengths arrive one late. kept: plan -> accept lengths."""
     plans: list[CyclePlan] = []
     for _ in range(cycles):
-        plans.append(width.choose(batch, False, **options))
+        plans.append(choose(width, batch, **options))
         width.on_launched(plans[-1])
         if len(plans) > 1:
-            width.on_accept_lens(plans[-2], kept(plans[-2]))
+            width.on_accept_lens(plans[-2], kept(plans[-2]), NOTHING_LOOKED_UP)
     return plans
 
 
@@ -239,17 +257,17 @@ def test_no_more_is_verified_than_the_caps_let_through():
 def test_blocks_of_one_length_beside_a_custom_logit_processor():
     width = adaptive((7, 3, 1, 0))
     batch = batch_of(*(request(row) for row in range(4)), has_processor=True)
-    plan = width.choose(batch, False, caps=np.array([0, 7, 7, 7], dtype=np.int32))
+    plan = choose(width, batch, caps=np.array([0, 7, 7, 7], dtype=np.int32))
     assert set(plan.layout.num_draft_tokens.tolist()) == {plan.verify_len - 1}
     assert plan.max_accept[0] == 0
 
 
 def test_a_schedule_gives_neighbours_different_lengths():
     width, batch = adaptive((7, 3, 0, 1, 5)), batch_of(*(request(row) for row in range(3)))
-    lengths = np.stack([width.choose(batch, False).layout.num_draft_tokens for _ in range(5)])
+    lengths = np.stack([choose(width, batch).layout.num_draft_tokens for _ in range(5)])
     assert [sorted(column) for column in lengths.T] == [[0, 1, 3, 5, 7]] * 3
     alone, somewhere = adaptive((7, 3, 0)), batch_of(request(4))
-    assert [alone.choose(somewhere, False).layout.num_draft_tokens.tolist() for _ in range(4)] == [
+    assert [choose(alone, somewhere).layout.num_draft_tokens.tolist() for _ in range(4)] == [
         [7],
         [3],
         [0],
@@ -263,7 +281,7 @@ def test_accept_lengths_of_a_rows_previous_request_are_dropped():
     plans = run(width, old, 30, lambda plan: [0])
     # Under overlap scheduling, before the old one's last cycle is known.
     width.begin_prefill(prompts_of(*new.reqs))
-    width.on_accept_lens(plans[-1], [0])
+    width.on_accept_lens(plans[-1], [0], NOTHING_LOOKED_UP)
     found = width.chooser.drafts.prefix_accept_probs(np.array([3, 5]), np.array([0, 0]))
     assert (found[0] == found[1]).all()
 
@@ -271,55 +289,55 @@ def test_accept_lengths_of_a_rows_previous_request_are_dropped():
 def test_an_unchanged_batch_is_described_once():
     width, first, second = adaptive((7,)), request(0), request(1)
     batches = [
-        width.choose(batch_of(*reqs), False).requests
+        choose(width, batch_of(*reqs)).requests
         for reqs in ([first, second], [first, second], [second], [second, first])
     ]
     assert batches[0] is batches[1] and len(set(map(id, batches))) == 3
     assert [batch.rows.tolist() for batch in batches[1:]] == [[0, 1], [1], [1, 0]]
     width.begin_prefill(prompts_of(request(1)))
-    assert width.choose(batch_of(second, first), False).requests is not batches[-1]
+    assert choose(width, batch_of(second, first)).requests is not batches[-1]
 
 
 def test_running_requests_of_a_mixed_batch_are_not_new():
     width, running = adaptive((7,)), batch_of(request(1))
     width.begin_prefill(prompts_of(*running.reqs))
-    plan = width.choose(running, False)
+    plan = choose(width, running)
     width.on_launched(plan)
     width.begin_prefill(prompts_of(request(2)))
-    width.on_accept_lens(plan, [0])
+    width.on_accept_lens(plan, [0], NOTHING_LOOKED_UP)
     known, new = width.chooser.drafts.prefix_accept_probs(np.array([1, 2]), np.array([0, 0]))
     assert known[0] < new[0]
 
 
-def proposals(lengths: list[int], right: list[int] | None = None, was_drafted: bool = True):
-    """Make the outcome of a cycle's copies, as `CopyStats.proposals` does."""
-    right = None if right is None else torch.tensor(right)
-    return Proposals(torch.tensor(lengths, dtype=torch.int32), None, was_drafted, 0, right)
+def proposals(lengths: list[int], right: list[int]):
+    """Make the outcome of a cycle's copies, as `CopySource.record` does."""
+    return Proposals(torch.tensor(lengths, dtype=torch.int32), torch.tensor(right))
 
 
-def test_copies_teach_their_own_estimate():
+def test_copies_teach_their_own_estimate(monkeypatch):
     """With own lengths every match is compared with the output, used or not."""
-    width, batch = adaptive(has_copies=True), batch_of(*(request(row) for row in range(3)))
+    monkeypatch.setenv(DFlashOptions.COPY_AHEAD.variable, "1")
+    width, batch = adaptive(), batch_of(*(request(row) for row in range(3)))
     width.begin_prefill(prompts_of(*batch.reqs))
     for _ in range(60):
-        plan = width.choose(batch, False, matches=np.array([9, 12, 0]))
+        plan = choose(width, batch, matches=np.array([9, 12, 0]))
         plan = plan._replace(layout=VerifyLayout(3, 8, np.array([7, 0, 7])))
         width.on_accept_lens(plan, [7, 0, 2], proposals([9, -12, 0], [7, 0, 0]))
     copies, drafts = width.chooser.copies.averages[0], width.chooser.drafts.averages[0]
     assert copies[9] > 0.9 and copies[14] > 0.9 and copies[12] < 0.6
     assert drafts[1] > 0.9 and drafts[2] < 0.1, "of the third request's draft alone"
-    plan = width.choose(batch, False, matches=np.array([9, 0, 0]))
+    plan = choose(width, batch, matches=np.array([9, 0, 0]))
     assert plan.copies.tolist() == [True, False, False] and plan.layout.num_draft_tokens[0] == 7
     assert width.report()["copy_accept_probs"]["greedy"][9 - 3] > 0.9
 
 
 def test_late_knowledge_teaches_what_may_be_a_match():
     """With own lengths on a GPU: a request that copies was not drafted for, and may have had no match."""
-    width, batch = adaptive(has_copies=True), batch_of(*(request(row) for row in range(3)))
+    width, batch = adaptive(), batch_of(*(request(row) for row in range(3)))
     width.begin_prefill(prompts_of(*batch.reqs))
     before = width.chooser.drafts.averages
     for _ in range(60):
-        plan = width.choose(batch, False)
+        plan = choose(width, batch, matches=UNKNOWN)
         assert plan.matches.tolist() == [1, 1, 1]
         plan = plan._replace(
             layout=VerifyLayout(3, 8, np.array([7, 7, 0])), copies=np.array([True, True, False])
@@ -330,7 +348,9 @@ def test_late_knowledge_teaches_what_may_be_a_match():
     assert 0.2 < copies[1] < 0.45, "a third of what may be a match is one"
     plan = plan._replace(layout=VerifyLayout(3, 8, np.array([2, 7, 0])))
     width.on_accept_lens(plan, [2, 0, 0], proposals([9, 0, -5], [7, 0, 1]))
-    assert width.choose(batch, False).matches.tolist() == [16, 1, 6], "whole copies go on, used or not"
+    assert choose(width, batch, matches=UNKNOWN).matches.tolist() == [16, 1, 6], (
+        "whole copies go on, used or not"
+    )
 
 
 def test_modes():
@@ -344,7 +364,7 @@ def test_modes():
     )
     width = adaptive((3,))
     for draws_drafts, sampled in ((False, "sampled"), (True, "drawn")):
-        modes = width.choose(batch, draws_drafts).requests.modes
+        modes = choose(width, batch, draws_drafts).requests.modes
         assert [MODES[mode] for mode in modes] == ["greedy", sampled, *["constrained"] * 4]
 
 
@@ -359,7 +379,7 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group, log_every=1)
-    plan = width.choose(batch_of(request(0), request(1)), False)
+    plan = choose(width, batch_of(request(0), request(1)))
     assert broadcasts == [(6, "host")] and plan.verify_len == 4
     assert plan.layout.num_draft_tokens.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
     width.on_launched(plan)
@@ -393,36 +413,34 @@ class Event:
 def test_a_clock_on_a_gpu_records_its_events_again(monkeypatch):
     monkeypatch.setattr("torch.cuda.Event", Event)
     clock, before = CycleClock("cuda"), Event.made
-    for cycle in range(20):
-        for _ in range(2):  # launched before the first is read
-            clock.start()
-            clock.stop(1.0)
-        first, second = clock.finished()
-        assert first.seconds == second.seconds == second.idle_gap == 1.0
-        assert first.idle_gap == (1.0 if cycle else None)
-    assert Event.made == before + 5, "two cycles and the end of the one before"
+    clock.start()
+    for _ in range(20):
+        for work in ("first", "second"):  # launched before the first is read
+            clock.stop(work)
+        assert clock.finished() == [("first", 1.0), ("second", 1.0)]
+    assert Event.made == before + 3, "two cycles and the end of the one before"
 
 
 def test_a_clock_on_the_host():
     clock = CycleClock("cpu")
-    for work in ("this", None):
-        clock.start()
+    for work in ("the first, which begins nowhere", "this", None):
         clock.stop(work)
-    first, second = clock.finished()
-    assert (first.work, first.idle_gap) == ("this", None)
-    assert second.idle_gap >= 0 and second.work is None
+    (first, seconds), (second, _) = clock.finished()
+    assert first == "this" and seconds >= 0 and second is None
     clock.interrupt()
+    clock.stop()
+    assert clock.finished() == []
     clock.start()
     clock.stop()
-    assert clock.finished()[0].idle_gap is None and clock.finished() == []
+    assert len(clock.finished()) == 1 and clock.finished() == []
 
 
 def test_a_fixed_width_is_always_the_same():
     width, batch = WholeBlocks(8), batch_of(request(0))
     width.begin_prefill(prompts_of(*batch.reqs))
-    cycle = width.choose(batch, True)
+    cycle = choose(width, batch, True)
     width.on_launched(cycle)
-    width.on_accept_lens(cycle, [3])
+    width.on_accept_lens(cycle, [3], NOTHING_LOOKED_UP)
     assert cycle.verify_len == 8 and width.report() == {}
 
 

@@ -11,7 +11,7 @@ from support.width_simulation import DEPTH, KINDS, LOADS, WIDTHS, Cost, Simulati
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.cycle.plan import Work
 from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
-from sglang_dflash.srt.speculative.width.policy import LengthChooser, choose_lengths, choose_width
+from sglang_dflash.srt.speculative.width.policy import LengthChooser, choose_equal_length, choose_lengths
 
 GREEDY, SAMPLED = MODES.index("greedy"), MODES.index("sampled")
 
@@ -57,7 +57,7 @@ def test_alike_requests_are_never_slower_than_with_the_best_width(seed, n):
     verify = 1 + np.cumsum(rng.random(n * DEPTH + 1))
     draft = np.where(np.arange(n + 1) > 0, rng.random(), 0.0)
     _, tokens, seconds = choose_lengths(prefix_accept_prob, np.zeros(n, dtype=bool), verify, draft)
-    width, common, common_seconds = choose_width(
+    width, common, common_seconds = choose_equal_length(
         prefix_accept_prob, np.arange(1, DEPTH + 2), verify, draft[-1]
     )
     assert tokens / seconds >= common / common_seconds * (1 - 1e-9)
@@ -73,7 +73,7 @@ def test_nothing_is_verified_that_cannot_pay():
     verify, draft = 1 + 0.1 * np.arange(3 * DEPTH + 1), ints(0, 1, 1, 1) * 0.3
     lengths, tokens, seconds = choose_lengths(prefix_accept_prob, np.zeros(3, dtype=bool), verify, draft)
     assert lengths.tolist() == [0, 0, 0] and (tokens, seconds) == (3.0, 1.0)
-    assert choose_width(prefix_accept_prob, WIDTHS, verify, 0.3) == (1, 3.0, 1.0)
+    assert choose_equal_length(prefix_accept_prob, WIDTHS, verify, 0.3) == (1, 3.0, 1.0)
 
 
 def test_a_copy_is_verified_without_the_draft():
@@ -109,7 +109,7 @@ def test_costs_beyond_what_was_measured_and_of_padded_forwards():
     padded = table(padded=True)
     assert padded.verify(5)[0] == table().verify(8)[0] and padded.draft(3)[3] == table().draft(4)[4]
     far = table(reads=0.001, context=100)
-    assert far.verify(4, 4 * 600)[0] == pytest.approx(table().verify(4)[0] + 2.0)
+    assert far.verify(4, 4 * 500)[0] == pytest.approx(table().verify(4)[0] + 2.0)
 
 
 def test_unequal_lengths_cost_what_was_measured_beyond_their_rows():
@@ -302,11 +302,12 @@ def test_caps_are_kept_and_capped_requests_are_not_probed():
 def test_a_decision_holds_for_an_unchanged_batch_without_copies():
     chooser = LengthChooser(table(), 8)
     rows, modes = ints(0, 1), ints(0, 0)
-    first = chooser.choose("a", rows, modes, matches=ints(0, 0))
-    assert chooser.choose("a", rows, modes, matches=ints(0, 0)) is first
-    assert chooser.choose("b", rows, modes) is not first
-    copied = chooser.choose("b", rows, modes, matches=ints(9, 0))
-    assert chooser.choose("b", rows, modes, matches=ints(9, 0)) is not copied
+    caps = ints(DEPTH, DEPTH)
+    first = chooser.choose("a", rows, modes, 0, ints(0, 0), caps)
+    assert chooser.choose("a", rows, modes, 0, ints(0, 0), caps) is first
+    assert chooser.choose("b", rows, modes, 0, ints(0, 0), caps) is not first
+    copied = chooser.choose("b", rows, modes, 0, ints(9, 0), caps)
+    assert chooser.choose("b", rows, modes, 0, ints(9, 0), caps) is not copied
 
 
 def test_copies_are_used_beside_a_useless_draft():
@@ -316,12 +317,12 @@ def test_copies_are_used_beside_a_useless_draft():
     for _ in range(100):
         chooser.drafts.learn(rows, modes, np.full(4, 7), np.zeros(4, dtype=int))
         chooser.copies.learn(modes, np.full(4, 9), np.full(4, 7), np.full(4, 7))
-    choice = chooser.choose("a", rows, modes, matches=ints(9, 0, 0, 0))
+    choice = chooser.choose("a", rows, modes, 0, ints(9, 0, 0, 0), np.full(4, DEPTH))
     assert choice.copies.tolist() == [True, False, False, False]
     assert choice.lengths.tolist() == [7, 0, 0, 0]
     always_drafting = LengthChooser(table(), 8, skips_draft=False)
     always_drafting.drafts, always_drafting.copies = chooser.drafts, chooser.copies
-    choice = always_drafting.choose("a", rows, modes, matches=ints(9, 0, 0, 0))
+    choice = always_drafting.choose("a", rows, modes, 0, ints(9, 0, 0, 0), np.full(4, DEPTH))
     assert choice.lengths.tolist() == [7, 0, 0, 0] and choice.seconds > Cost().verify(4, 7)
 
 

@@ -150,32 +150,21 @@ def accept_greedy_triton(
     block, target_tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
 ) -> AcceptedBlocks:
     """Run `accept_greedy` as a Triton kernel. Tensors are contiguous."""
+    assert block.is_contiguous()
     accept_len = committed.new_empty((committed.numel(),), dtype=torch.int32)
-    return _launch(
-        block, accept_len, target_tokens, max_logits, committed, broken_token, relay, longest, False
+    return complete_blocks_triton(
+        accept_len, target_tokens, max_logits, committed, broken_token, relay, longest, block
     )
 
 
 def complete_blocks_triton(
-    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
+    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT, block=None
 ) -> AcceptedBlocks:
-    """Run `complete_blocks` as a Triton kernel. Tensors are contiguous."""
-    return _launch(tokens, accept_len, tokens, max_logits, committed, broken_token, relay, longest, True)
+    """Run `complete_blocks` as a Triton kernel. Tensors are contiguous.
 
-
-def _launch(
-    block,
-    accept_len,
-    tokens,
-    max_logits,
-    committed,
-    broken_token,
-    relay: RelayTables | None,
-    longest: int,
-    is_decided: bool,
-) -> AcceptedBlocks:
-    """Launch one program per request, which reads `accept_len` if `is_decided`."""
-    assert all(t.is_contiguous() for t in (block, tokens, max_logits, committed, accept_len))
+    If `block` is given, the kernel also decides, and writes `accept_len`.
+    """
+    assert all(t.is_contiguous() for t in (tokens, max_logits, committed, accept_len))
     bs, block_size = tokens.shape
     accepted = AcceptedBlocks(
         accept_len,
@@ -195,8 +184,6 @@ def _launch(
             block_size,
             broken_token,
             longest,
-            IS_DECIDED=is_decided,
-            IS_RELAYED=relay is not None,
             BLOCK=lanes(block_size),
             num_warps=1,
         )
@@ -220,8 +207,6 @@ def accept_kernel(
     block_size,
     broken_token,
     longest,
-    IS_DECIDED: tl.constexpr,
-    IS_RELAYED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Accept the block of one request."""
@@ -230,7 +215,7 @@ def accept_kernel(
     inside = slot < block_size
     at = request * block_size + slot
     token = tl.load(tokens + at, mask=inside)
-    if IS_DECIDED:
+    if block is None:
         accepted = tl.load(accept_len + request)
     else:
         drafted = tl.load(block + at + 1, mask=slot < block_size - 1)
@@ -247,7 +232,7 @@ def accept_kernel(
     tl.store(commit_lens + request, accepted + 1)
     length = tl.minimum(tl.load(committed + request) + accepted + 1, longest)
     tl.store(new_committed + request, length)
-    if IS_RELAYED:
+    if relay_rows is not None:
         row = tl.load(relay_rows + request)
         tl.store(relay_lengths + row, length)
         tl.store(relay_anchors + row, anchor)

@@ -140,13 +140,11 @@ def pack_blocks_torch(seq_lens, block_size, lengths, keys, queries, counts=None)
 
 def pack_blocks_triton(seq_lens, block_size, lengths, keys, queries, counts=None):
     """`pack_blocks` as a Triton kernel. All tensors contiguous."""
-    has_counts = counts is not None
-    counts = counts if has_counts else seq_lens  # or not read
-    assert all(t.is_contiguous() for t in (seq_lens, lengths, keys, queries, counts))
+    assert all(t.is_contiguous() for t in (seq_lens, lengths, keys, queries))
+    assert counts is None or counts.is_contiguous()
     bs = seq_lens.numel()
     pack_blocks_kernel[(1,)](
         *(seq_lens, counts, lengths, keys, queries, bs, block_size),
-        HAS_COUNTS=has_counts,
         BLOCK=max(128, triton.next_power_of_2(bs + 1)),  # one compiled kernel for most batches
     )
 
@@ -160,13 +158,12 @@ def pack_blocks_kernel(
     queries,
     bs,
     block_size,
-    HAS_COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program for all requests."""
     entry = tl.arange(0, BLOCK)
     inside = entry < bs
-    if HAS_COUNTS:
+    if counts is not None:
         count = tl.load(counts + entry, mask=inside, other=0)
     else:
         count = tl.where(inside, block_size, 0)

@@ -174,12 +174,12 @@ def append_tokens_torch(
     history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule
 ):
     """`append_tokens` in PyTorch, on any device."""
-    width = out_tokens.shape[1]
-    positions = seq_lens[:, None] + 1 + torch.arange(width, device=history.device)
+    verify_len = out_tokens.shape[1]
+    positions = seq_lens[:, None] + 1 + torch.arange(verify_len, device=history.device)
     history[requests[:, None], positions] = out_tokens.int()
-    if width == 1:
+    if verify_len == 1:
         return
-    kept = accept_len / (width - 1)
+    kept = accept_len / (verify_len - 1)
     copies, drafts = records[requests].unbind(dim=1)
     share = (kept / _trust(lengths, rule)).clamp(max=1)
     followed = copies + rule.copies_follow * (share - copies)
@@ -324,20 +324,20 @@ def append_tokens_triton(
     """`append_tokens` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
     assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
-    bs, width = out_tokens.shape
+    bs, verify_len = out_tokens.shape
     drafts_follow = rule.drafts_follow if was_drafted else 0.0
     rates = dict(COPIES_FOLLOW=rule.copies_follow, RETRY=rule.retry)
-    options = dict(BLOCK=lanes(width), num_warps=1)
+    options = dict(BLOCK=lanes(verify_len), num_warps=1)
     if bs:
         append_tokens_kernel[(bs,)](
-            *(history, *per_request, history.stride(0), width, drafts_follow),
+            *(history, *per_request, history.stride(0), verify_len, drafts_follow),
             **_trust_options(rule),
             **rates,
             **options,
         )
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["verify_len"])
 def append_tokens_kernel(
     history,
     records,
@@ -347,7 +347,7 @@ def append_tokens_kernel(
     accept_len,
     lengths,
     stride,
-    width,
+    verify_len,
     drafts_follow,
     MEDIUM: tl.constexpr,
     LONG: tl.constexpr,
@@ -361,16 +361,16 @@ def append_tokens_kernel(
     number = tl.program_id(0)
     request = tl.load(requests + number).to(tl.int64)
     slot = tl.arange(0, BLOCK)
-    token = tl.load(out_tokens + number * width + slot, mask=slot < width)
+    token = tl.load(out_tokens + number * verify_len + slot, mask=slot < verify_len)
     position = request * stride + tl.load(seq_lens + number) + 1 + slot
-    tl.store(history + position, token.to(tl.int32), mask=slot < width)
+    tl.store(history + position, token.to(tl.int32), mask=slot < verify_len)
     length = tl.load(lengths + number)
-    kept = tl.load(accept_len + number).to(tl.float32) / tl.maximum(width - 1, 1).to(tl.float32)
+    kept = tl.load(accept_len + number).to(tl.float32) / tl.maximum(verify_len - 1, 1).to(tl.float32)
     copies, drafts = tl.load(records + 2 * request), tl.load(records + 2 * request + 1)
     share = tl.minimum(kept / _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM), 1.0)
     followed = copies + COPIES_FOLLOW * (share - copies)
     retried = copies + RETRY * (1 - copies)
     copies = tl.where(length > 0, followed, tl.where(length < 0, retried, copies))
     drafts = tl.where(length > 0, drafts, drafts + drafts_follow * (kept - drafts))
-    tl.store(records + 2 * request, copies, mask=width > 1)
-    tl.store(records + 2 * request + 1, drafts, mask=width > 1)
+    tl.store(records + 2 * request, copies, mask=verify_len > 1)
+    tl.store(records + 2 * request + 1, drafts, mask=verify_len > 1)

@@ -12,17 +12,19 @@ from sglang_dflash.kernels.ops.speculative.block import PADDING_SLOT
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Verified rows that the draft has not run yet, by row of the request table, B columns.
+    """Verified rows, by row of the request table, B columns.
 
     Attributes:
         tokens: [rows, B] int64.
         fused: [rows, B, hidden], the target's fused state before each token.
         count: [rows] int64, number of valid columns.
+        was_run: [rows] int32, 1 if the draft has run these columns, so that the next ones replace them.
     """
 
     tokens: torch.Tensor
     fused: torch.Tensor
     count: torch.Tensor
+    was_run: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def prepare_rows(
     Args:
         requests: [bs] int64, rows of the tables.
         seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
-        pending: rows that the draft has not run.
+        pending: rows to run. Notes that they were.
         tables: of target and draft. The draft's is written for the rows of the block.
         fused_mask: [hidden], the fused state of mask rows.
         fused: [bs * D, hidden], written in place, as a CUDA graph reads this address.
@@ -110,25 +112,28 @@ def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, f
     first_drafting.copy_(seq_lens - 1 - start)
     states = torch.where(is_pending[..., None], pending.fused[requests[:, None], index], fused_mask)
     fused.copy_(states.flatten(0, 1))
+    pending.was_run[requests] = 1
     return Rows(tokens, rows, cache_loc, start)
 
 
 def prepare_rows_triton(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> Rows:
     """`prepare_rows` as a Triton kernel. Tensors contiguous, except the rows of the tables."""
-    inputs = requests, seq_lens, pending.tokens, pending.fused, pending.count, fused_mask
+    inputs = *(requests, seq_lens, pending.tokens, pending.fused, pending.count, pending.was_run), fused_mask
     assert all(tensor.is_contiguous() for tensor in (*inputs, fused, first_drafting))
     source, table, last_start = tables.source, tables.table, tables.last_start
     assert source.stride(1) == table.stride(1) == 1
     bs, block_size, hidden = requests.numel(), pending.tokens.shape[1], pending.fused.shape[2]
-    width = 2 * (block_size - 1)
-    tokens = seq_lens.new_empty((bs, width))
-    out = Rows(tokens, torch.empty_like(tokens), tokens.new_empty((bs * width,)), torch.empty_like(seq_lens))
+    num_rows = 2 * (block_size - 1)
+    tokens = seq_lens.new_empty((bs, num_rows))
+    out = Rows(
+        tokens, torch.empty_like(tokens), tokens.new_empty((bs * num_rows,)), torch.empty_like(seq_lens)
+    )
     tensors = *inputs, source, table, *out, fused, first_drafting
     strides = source.stride(0), table.stride(0), source.shape[1]
-    sizes = tables.mask_token_id, block_size, hidden, 0 if last_start is None else last_start
-    options = dict(FROM_PENDING=last_start is not None, PADDING=PADDING_SLOT, TILE=_tile(hidden), num_warps=4)
+    sizes = tables.mask_token_id, block_size, hidden, last_start
+    options = dict(PADDING=PADDING_SLOT, TILE=_tile(hidden), num_warps=4)
     if bs:
-        prepare_rows_kernel[(bs, width)](*tensors, *strides, *sizes, **options)
+        prepare_rows_kernel[(bs, num_rows)](*tensors, *strides, *sizes, **options)
     return out
 
 
@@ -143,6 +148,7 @@ def prepare_rows_kernel(
     pending_tokens,
     pending_fused,
     pending_count,
+    pending_was_run,
     fused_mask,
     source,
     table,
@@ -159,7 +165,6 @@ def prepare_rows_kernel(
     block_size,
     hidden,
     last_start,
-    FROM_PENDING: tl.constexpr,
     PADDING: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -168,7 +173,7 @@ def prepare_rows_kernel(
     request = tl.load(requests + number).to(tl.int64)  # rows * max_len may exceed 2**31
     length = tl.load(seq_lens + number)
     first_pending = length - tl.load(pending_count + request)
-    if FROM_PENDING:
+    if last_start is not None:
         first = tl.minimum(first_pending, last_start)
     else:
         first = tl.maximum(length - block_size, 0)
@@ -185,6 +190,7 @@ def prepare_rows_kernel(
     tl.store(tokens + out, tl.where(is_pending, tl.load(pending_tokens + index), mask_token_id))
     tl.store(positions + out, row)
     if column == 0:
+        tl.store(pending_was_run + request, 1)
         tl.store(start + number, first)
         tl.store(first_drafting + number, length - 1 - first)
 
@@ -197,93 +203,6 @@ def prepare_rows_kernel(
         tl.store(fused + out * hidden + channel, tl.where(is_pending, state, mask_state), mask=inside)
 
 
-def commit_rows(
-    requests: torch.Tensor,
-    accept_len: torch.Tensor,
-    out_tokens: torch.Tensor,
-    fused: torch.Tensor,
-    pending: Pending,
-) -> None:
-    """Make verified tokens pending.
-
-    Blocks of w > 1 slots, whose pending rows have been run, fill columns 0 .. w - 1, of which accept_len + 1
-    are valid. Single slots append one column.
-
-    One launch on CUDA, without host synchronisation. Moves bs * w * (4 hidden + 16) bytes in bfloat16.
-
-    Args:
-        requests: [bs] int64, rows of `pending`.
-        accept_len: [bs] int32.
-        out_tokens: [bs, w] int64, the token after each slot.
-        fused: [bs * w, hidden], the target's fused state of each slot.
-        pending: rows to write to.
-    """
-    run = commit_rows_triton if requests.is_cuda else commit_rows_torch
-    run(requests, accept_len, out_tokens, fused, pending)
-
-
-def commit_rows_torch(requests, accept_len, out_tokens, fused, pending) -> None:
-    """`commit_rows` in PyTorch, on any device."""
-    bs, width = out_tokens.shape
-    fused = fused.view(bs, width, fused.shape[1])
-    if width == 1:
-        column = pending.count[requests]
-        pending.tokens[requests, column] = out_tokens[:, 0]
-        pending.fused[requests, column] = fused[:, 0]
-        pending.count[requests] = column + 1
-        return
-    pending.tokens[requests, :width] = out_tokens
-    pending.fused[requests, :width] = fused
-    pending.count[requests] = accept_len.long() + 1
-
-
-def commit_rows_triton(requests, accept_len, out_tokens, fused, pending) -> None:
-    """`commit_rows` as a Triton kernel. Tensors contiguous."""
-    tensors = requests, accept_len, out_tokens, fused, pending.tokens, pending.fused, pending.count
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    bs, width = out_tokens.shape
-    hidden = pending.fused.shape[2]
-    if bs:
-        commit_rows_kernel[(bs, width)](
-            *tensors, pending.tokens.shape[1], hidden, APPENDS=width == 1, TILE=_tile(hidden), num_warps=4
-        )
-
-
-@triton.jit
-def commit_rows_kernel(
-    requests,
-    accept_len,
-    out_tokens,
-    fused,
-    pending_tokens,
-    pending_fused,
-    pending_count,
-    block_size,
-    hidden,
-    APPENDS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """One program per slot."""
-    number, slot = tl.program_id(0), tl.program_id(1)
-    request = tl.load(requests + number).to(tl.int64)
-    if APPENDS:
-        column = tl.load(pending_count + request)
-        count = column + 1
-    else:
-        column = slot.to(tl.int64)
-        count = tl.load(accept_len + number).to(tl.int64) + 1
-    read = number.to(tl.int64) * tl.num_programs(1) + slot
-    written = request * block_size + column
-    tl.store(pending_tokens + written, tl.load(out_tokens + read))
-    for start_channel in range(0, hidden, TILE):
-        channel = start_channel + tl.arange(0, TILE)
-        inside = channel < hidden
-        state = tl.load(fused + read * hidden + channel, mask=inside)
-        tl.store(pending_fused + written * hidden + channel, state, mask=inside)
-    if slot == 0:
-        tl.store(pending_count + request, count)
-
-
 def append_rows(
     requests: torch.Tensor,
     accept_len: torch.Tensor,
@@ -292,9 +211,9 @@ def append_rows(
     slots: torch.Tensor | None,
     pending: Pending,
 ) -> None:
-    """Append verified tokens to any number of pending rows.
+    """Append verified tokens to the pending rows, or replace those that have been run.
 
-    One launch on CUDA, without host synchronisation.
+    One launch on CUDA, without host synchronisation. Moves (4 hidden + 16) bytes per token in bfloat16.
 
     Args:
         requests: [bs] int64, rows of `pending`.
@@ -310,27 +229,32 @@ def append_rows(
 
 def append_rows_torch(requests, accept_len, out_tokens, fused, slots, pending) -> None:
     """`append_rows` in PyTorch, for a CPU: on a GPU it waits."""
-    width = out_tokens.shape[1]
-    number, slot = (torch.arange(width, device=requests.device) <= accept_len[:, None]).nonzero(as_tuple=True)
+    verify_len = out_tokens.shape[1]
+    number, slot = (torch.arange(verify_len, device=requests.device) <= accept_len[:, None]).nonzero(
+        as_tuple=True
+    )
     request = requests[number]
-    column = pending.count[request] + slot
+    before = torch.where(pending.was_run[requests] > 0, 0, pending.count[requests])
+    column = before[number] + slot
     pending.tokens[request, column] = out_tokens[number, slot]
-    pending.fused[request, column] = fused[number * width + slot if slots is None else slots[number, slot]]
-    pending.count[requests] += accept_len + 1
+    pending.fused[request, column] = fused[
+        number * verify_len + slot if slots is None else slots[number, slot]
+    ]
+    pending.count[requests], pending.was_run[requests] = before + accept_len + 1, 0
 
 
 def append_rows_triton(requests, accept_len, out_tokens, fused, slots, pending) -> None:
     """`append_rows` as a Triton kernel. Tensors contiguous."""
-    tensors = requests, accept_len, out_tokens, fused, pending.tokens, pending.fused, pending.count
+    rows = pending.tokens, pending.fused, pending.count, pending.was_run
+    tensors = requests, accept_len, out_tokens, fused, *rows
     assert all(tensor.is_contiguous() for tensor in tensors) and (slots is None or slots.is_contiguous())
-    bs, width = out_tokens.shape
-    sizes = width, pending.tokens.shape[1], pending.fused.shape[2]
-    options = dict(HAS_SLOTS=slots is not None, TILE=_tile(sizes[-1]), num_warps=4)
+    bs, verify_len = out_tokens.shape
+    sizes = verify_len, pending.tokens.shape[1], pending.fused.shape[2]
     if bs:
-        append_rows_kernel[(bs,)](*tensors, out_tokens if slots is None else slots, *sizes, **options)
+        append_rows_kernel[(bs,)](*tensors, slots, *sizes, TILE=_tile(sizes[-1]), num_warps=4)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["verify_len"])
 def append_rows_kernel(
     requests,
     accept_len,
@@ -339,23 +263,23 @@ def append_rows_kernel(
     pending_tokens,
     pending_fused,
     pending_count,
+    pending_was_run,
     slots,
-    width,
+    verify_len,
     block_size,
     hidden,
-    HAS_SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per request: no other may read its count while it changes."""
     number = tl.program_id(0).to(tl.int64)
     request = tl.load(requests + number).to(tl.int64)
-    before = tl.load(pending_count + request)
+    before = tl.where(tl.load(pending_was_run + request) > 0, 0, tl.load(pending_count + request))
     num_new = tl.load(accept_len + number) + 1
     for slot in range(num_new):
-        read = number * width + slot
+        read = number * verify_len + slot
         written = request * block_size + before + slot
         tl.store(pending_tokens + written, tl.load(out_tokens + read))
-        if HAS_SLOTS:
+        if slots is not None:
             read = tl.load(slots + read)
         for start_channel in range(0, hidden, TILE):
             channel = start_channel + tl.arange(0, TILE)
@@ -363,3 +287,4 @@ def append_rows_kernel(
             state = tl.load(fused + read * hidden + channel, mask=inside)
             tl.store(pending_fused + written * hidden + channel, state, mask=inside)
     tl.store(pending_count + request, before + num_new)
+    tl.store(pending_was_run + request, 0)

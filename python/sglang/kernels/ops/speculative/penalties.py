@@ -44,27 +44,18 @@ def penalize_block_triton(
     """
     per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
     assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
-    (bs, width), vocabulary, tile = block.shape, counts.shape[1], 1024
-    is_ragged = starts is not None
-    assert logits.shape[1] == vocabulary and (is_ragged or logits.shape[0] == bs * width)
-    stops = counts if stop_logits is None else stop_logits.contiguous()  # `counts` is not read
-    ragged = (starts, max_accept) if is_ragged else (requests, requests)  # not read
-    tensors = logits, counts, *per_request, stops, *ragged
-    sizes = logits.stride(0), vocabulary, width
+    (bs, verify_len), vocabulary, tile = block.shape, counts.shape[1], 1024
+    assert logits.shape[1] == vocabulary and (starts is not None or logits.shape[0] == bs * verify_len)
+    stops = None if stop_logits is None else stop_logits.contiguous()
+    tensors = logits, counts, *per_request, stops, starts, max_accept
+    sizes = logits.stride(0), vocabulary, verify_len
     if bs:
-        penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
-            *tensors,
-            *sizes,
-            HAS_STOPS=stop_logits is not None,
-            IS_RAGGED=is_ragged,
-            TILE=tile,
-            num_warps=4,
-        )
+        penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](*tensors, *sizes, TILE=tile, num_warps=4)
 
 
 # Columns of one copy: their alignment depends on the number of requests.
 @triton.jit(
-    do_not_specialize=["width"],
+    do_not_specialize=["verify_len"],
     do_not_specialize_on_alignment=["frequency", "presence", "repetition", "min_new_tokens", "prompt_lens"],
 )
 def penalize_block_kernel(
@@ -83,9 +74,7 @@ def penalize_block_kernel(
     max_accept,
     logits_stride,
     vocabulary,
-    width,
-    HAS_STOPS: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
+    verify_len,
     TILE: tl.constexpr,
 ):
     """One program per request and tile of the vocabulary, one step per position."""
@@ -99,21 +88,21 @@ def penalize_block_kernel(
     # The block's first token, at position seq_lens, has been emitted as well.
     emitted = tl.load(seq_lens + number) + 1 - tl.load(prompt_lens + number)
     missing = tl.load(min_new_tokens + number) - emitted
-    if HAS_STOPS:
+    if stop_logits is not None:
         stop = tl.load(stop_logits + number * vocabulary + token, mask=inside, other=0.0)
-    block += number * width
-    if IS_RAGGED:
+    block += number * verify_len
+    if starts is not None:
         logits += tl.load(starts + number) * logits_stride
         end = tl.load(max_accept + number) + 1
     else:
-        logits += number * width * logits_stride
-        end = width
+        logits += number * verify_len * logits_stride
+        end = verify_len
     for position in range(end):
         if position > 0:
             count += (token == tl.load(block + position)).to(tl.int32)
         is_emitted = count > 0
         added = -per_time * count.to(tl.float32) - tl.where(is_emitted, once, 0.0)
-        if HAS_STOPS:
+        if stop_logits is not None:
             added += tl.where(position < missing, stop, 0.0)
         logit = tl.load(logits + token, mask=inside, other=0.0)
         changed = (logit.to(tl.float32) + added).to(logit.dtype).to(tl.float32)
@@ -137,19 +126,26 @@ def count_tokens_triton(
         accept_len: [bs] int32.
     """
     assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
-    bs, width = tokens.shape
+    bs, verify_len = tokens.shape
     if bs:
         count_tokens_kernel[(bs,)](
-            counts, requests, tokens, accept_len, counts.shape[1], width, BLOCK=lanes(width), num_warps=1
+            counts,
+            requests,
+            tokens,
+            accept_len,
+            counts.shape[1],
+            verify_len,
+            BLOCK=lanes(verify_len),
+            num_warps=1,
         )
 
 
-@triton.jit(do_not_specialize=["width"])
-def count_tokens_kernel(counts, requests, tokens, accept_len, vocabulary, width, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["verify_len"])
+def count_tokens_kernel(counts, requests, tokens, accept_len, vocabulary, verify_len, BLOCK: tl.constexpr):
     """One program per request."""
     number = tl.program_id(0)
     slot = tl.arange(0, BLOCK)
-    is_output = (slot < width) & (slot <= tl.load(accept_len + number))
-    token = tl.load(tokens + number * width + slot, mask=is_output, other=0)
+    is_output = (slot < verify_len) & (slot <= tl.load(accept_len + number))
+    token = tl.load(tokens + number * verify_len + slot, mask=is_output, other=0)
     row = counts + tl.load(requests + number).to(tl.int64) * vocabulary
     tl.atomic_add(row + token, tl.full((BLOCK,), 1, tl.int32), mask=is_output)

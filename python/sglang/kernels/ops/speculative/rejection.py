@@ -24,24 +24,29 @@ def walk_blocks_triton(
     None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of
     `DraftProbs`.
     """
-    is_ragged = starts is not None and max_accept is not None
-    ragged = (block, block) if starts is None or max_accept is None else (starts, max_accept)  # or not read
-    tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms, *ragged
+    tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms
     assert all(tensor.is_contiguous() for tensor in tensors)
-    (bs, width), candidates = block.shape, draft_ids.shape[2]
+    (bs, verify_len), candidates = block.shape, draft_ids.shape[2]
     accept_len = block.new_empty((bs,), dtype=torch.int32)
     weight = block.new_empty((bs,), dtype=torch.float64)
     tile = min(triton.next_power_of_2(candidates), 1024)
-    options = dict(BLOCK_VERIFICATION=block_verification, IS_RAGGED=is_ragged, TILE=tile)
-    options |= dict(num_warps=max(1, min(8, tile // 128)))
+    options = dict(BLOCK_VERIFICATION=block_verification, TILE=tile, num_warps=max(1, min(8, tile // 128)))
     if bs:
         walk_blocks_kernel[(bs,)](
-            *tensors, accept_len, weight, width, candidates, target_probs.shape[-1], **options
+            *tensors,
+            starts,
+            max_accept,
+            accept_len,
+            weight,
+            verify_len,
+            candidates,
+            target_probs.shape[-1],
+            **options,
         )
     return accept_len, weight
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["verify_len"])
 def walk_blocks_kernel(
     block,
     target_probs,
@@ -52,25 +57,24 @@ def walk_blocks_kernel(
     max_accept,
     accept_len,
     weight,
-    width,
+    verify_len,
     candidates,
     vocabulary,
     BLOCK_VERIFICATION: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per request, one step per drafted slot."""
     request = tl.program_id(0).to(tl.int64)
-    block += request * width
-    if IS_RAGGED:
+    block += request * verify_len
+    if starts is not None:
         target_probs += tl.load(starts + request) * vocabulary
         end = tl.load(max_accept + request) + 1
     else:
-        target_probs += request * width * vocabulary
-        end = width
-    draft_ids += request * (width - 1) * candidates
-    draft_probs += request * (width - 1) * candidates
-    accept_uniforms += request * (width - 1)
+        target_probs += request * verify_len * vocabulary
+        end = verify_len
+    draft_ids += request * (verify_len - 1) * candidates
+    draft_probs += request * (verify_len - 1) * candidates
+    accept_uniforms += request * (verify_len - 1)
     column = tl.arange(0, TILE)
     kept = tl.full((), 0, tl.int32)
     going_on = tl.full((), 1, tl.int32)

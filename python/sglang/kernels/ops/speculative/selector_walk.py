@@ -62,19 +62,17 @@ def walk_triton(
     tokens = ids.new_empty((bs, slots))
     probs = None if draw is None else unary.new_empty((bs, slots, count), dtype=torch.float32)
     inputs = ids, unary, gate, anchors, predecessor_codebook, successor_codebook
-    if draw is None or probs is None:
-        sampling, drawn_slots = (unary,) * 6, 0  # nothing of these is read; a kernel needs addresses anyway
-    else:
+    sampling: tuple[torch.Tensor | None, ...] = (None,) * 6
+    if draw is not None:
         sampling = draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms, probs
-        drawn_slots = draw.slots
-    tensors = [tensor.contiguous() for tensor in (*inputs, *sampling, tokens)]
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in (*inputs, *sampling, tokens)]
     tile, width = triton.next_power_of_2(count), triton.next_power_of_2(rank)
-    options = dict(DRAWS=draw is not None, K=tile, R=width, num_warps=max(1, min(8, tile * width // 1024)))
+    options = dict(K=tile, R=width, num_warps=max(1, min(8, tile * width // 1024)))
     if bs:
         # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in
         # one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
         options["enable_fp_fusion"] = False
-        walk_kernel[(bs,)](*tensors, slots, count, rank, drawn_slots, **options)
+        walk_kernel[(bs,)](*tensors, slots, count, rank, 0 if draw is None else draw.slots, **options)
     return tokens, probs
 
 
@@ -97,7 +95,6 @@ def walk_kernel(
     candidates,
     rank,
     drawn_slots,
-    DRAWS: tl.constexpr,
     K: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -124,7 +121,7 @@ def walk_kernel(
         scores = tl.where(inside, scores, -float("inf"))
         max_score = tl.max(scores, axis=0)
         chosen = tl.min(tl.where(scores == max_score, column, K), axis=0)
-        if DRAWS:
+        if probs_out is not None:
             probs = tl.exp((scores - max_score) / tl.load(temperatures + request))
             probs /= tl.sum(probs, axis=0)
             # [i, j]: candidate j goes before candidate i.

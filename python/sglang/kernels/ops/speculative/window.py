@@ -1,4 +1,4 @@
-"""Request table of a draft with a window (`srt/speculative/drafters/context.py`)."""
+"""Request table of a draft with a window (`srt/speculative/drafters/window.py`)."""
 
 import torch
 import triton

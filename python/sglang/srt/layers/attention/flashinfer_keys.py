@@ -17,12 +17,12 @@ class BlockKeys:
 
     Args:
         wrapper: FlashInfer's paged prefill wrapper, whose buffers become these.
-        width: queries of each request. None: every forward has another layout.
+        num_queries: of each request. 0: every forward has another layout.
         translator: SGLang's `KVIndexTranslator` of the wrapper's backend.
     """
 
-    def __init__(self, wrapper: Any, width: int | None, translator: Any):
-        self._width, self._translator = width, translator
+    def __init__(self, wrapper: Any, num_queries: int, translator: Any):
+        self._num_queries, self._translator = num_queries, translator
         # SGLang 0.5.22 has no such arguments.
         self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
         self._bs = wrapper._fixed_batch_size
@@ -37,15 +37,15 @@ class BlockKeys:
         """Offsets of each request's keys. [bs + 1] int32"""
         return self._offsets[0]
 
-    def share_with(self, wrapper: Any, width: int | None, translator: Any) -> bool:
+    def share_with(self, wrapper: Any, num_queries: int, translator: Any) -> bool:
         """Have another wrapper read these, before its graph is captured.
 
         False: its keys are others.
         """
         mine = self._translator
         if (
-            width is None
-            or (width, wrapper._fixed_batch_size) != (self._width, self._bs)
+            not num_queries
+            or (num_queries, wrapper._fixed_batch_size) != (self._num_queries, self._bs)
             or translator.req_to_token is not mine.req_to_token
             or translator.reads_are_translated
             or mine.reads_are_translated
@@ -70,7 +70,7 @@ class BlockKeys:
         layout = forward_batch.spec_info.ragged_verify_layout
         pack_blocks(
             forward_batch.seq_lens[: self._bs],
-            self._width or 0,
+            self._num_queries,
             (self._lengths, *self._offsets),
             None if layout is None else layout.verify_lens,
         )
@@ -90,11 +90,11 @@ class BlockKeys:
 _captured_keys: weakref.WeakSet[BlockKeys] = weakref.WeakSet()
 
 
-def keys_of(wrapper: Any, width: int | None, translator: Any) -> BlockKeys:
+def keys_of(wrapper: Any, num_queries: int, translator: Any) -> BlockKeys:
     """Return the keys that a wrapper reads: those of another model's graph, or its own."""
     for keys in _captured_keys:
-        if keys.share_with(wrapper, width, translator):
+        if keys.share_with(wrapper, num_queries, translator):
             return keys
-    keys = BlockKeys(wrapper, width, translator)
+    keys = BlockKeys(wrapper, num_queries, translator)
     _captured_keys.add(keys)
     return keys

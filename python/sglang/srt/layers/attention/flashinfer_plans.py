@@ -160,7 +160,7 @@ class BlockPlan:
 
     Args:
         wrapper: FlashInfer's paged prefill wrapper, which has been planned once.
-        width: queries of each request. None: every forward has another layout.
+        num_queries: of each request. 0: every forward has another layout.
         num_rows: queries of all requests.
         heads: of queries, of keys, and their dimension.
         keys: offsets and key indices, which the wrapper reads.
@@ -176,22 +176,22 @@ class BlockPlan:
     def __init__(
         self,
         wrapper: Any,
-        width: int | None,
+        num_queries: int,
         num_rows: int,
         heads: tuple[int, int, int],
         keys: BlockKeys,
         staging: Staging,
     ):
-        self.wrapper, self._width, self._num_rows, self._heads = wrapper, width, num_rows, heads
+        self.wrapper, self._num_queries, self._num_rows, self._heads = wrapper, num_queries, num_rows, heads
         self.keys, self._staging = keys, staging
         self._bs = wrapper._fixed_batch_size
-        self._counts = [width or 0] * self._bs
-        self._queries_host = torch.arange(0, self._bs + 1, dtype=torch.int32) * (width or 0)
+        self._counts = [num_queries] * self._bs
+        self._queries_host = torch.arange(0, self._bs + 1, dtype=torch.int32) * num_queries
         # FlashInfer reads them before its plan returns, so every plan may use the same memory.
         self._lengths_host = np.zeros(self._bs, dtype=np.int32)
         self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
         self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)
-        self._layout: list[int] | None = None  # plan information that the graph is captured with
+        self._layout: list[int] = []  # plan information that the graph is captured with
         self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
         self.least: list[int] = []
         self.most: list[int] = []
@@ -206,33 +206,23 @@ class BlockPlan:
         if layout is not None:
             self._counts = layout.counts
             np.cumsum(layout.counts, out=self._queries_host.numpy()[1:])
-        self.expect(forward_batch.seq_lens_cpu.tolist(), spec_info.spread, spec_info.draft_token_num)
+        # The host's bounds are for the most queries of a request. A lane that pads the batch has the keys of
+        # its block too, which the host's length leaves out.
+        self.most = [
+            n + count - (0 if n == _PADDING_LENGTH else spec_info.draft_token_num)
+            for n, count in zip(forward_batch.seq_lens_cpu.tolist(), self._counts, strict=True)
+        ]
+        self.least = self.most.copy()
+        for lane, below in enumerate(spec_info.spread or ()):
+            self.least[lane] -= below
         self.keys.write(forward_batch, sum(self.most))
         self._choose_plan()
 
-    def expect(self, lengths: Sequence[int], spread: Sequence[int] | None, width: int) -> None:
-        """Set the bounds of the next plan.
-
-        Args:
-            lengths: [bs], upper bounds of the keys of each request, if it had `width` queries.
-            spread: by how much a length may be below its bound, for the first lanes. None: the lengths are
-                exact.
-            width: the most queries of a request.
-        """
-        # A lane that pads the batch has the keys of its block too, which the host's length leaves out.
-        self.most = [
-            n + count - (0 if n == _PADDING_LENGTH else width)
-            for n, count in zip(lengths, self._counts, strict=True)
-        ]
-        self.least = self.most.copy()
-        for lane, below in enumerate(spread or ()):
-            self.least[lane] -= below
-
     def _choose_plan(self) -> None:
-        if self._layout is None:
+        if not self._layout:
             # FlashInfer's search fills the grid of one wave. A graph's own may be larger: for whole blocks
             # only if nothing fits into a wave, for other rows always.
-            self._capacity = self._probe() if self._width is None else None
+            self._capacity = 0 if self._num_queries else self._probe()
             self._layout, _ = self._plan(self.most, None)
             return
         group, tile = self._heads[0] // self._heads[1], self._layout[_CTA_TILE_Q]
@@ -267,7 +257,7 @@ class BlockPlan:
         np.cumsum(self._lengths_host, out=self._offsets_host[1:])
         on_host = self._queries_host, *self._keys_host
         information = self._run_plan(
-            staging, on_host, self._num_rows, self._bs, fixed_chunk or -1, self._width or 0
+            staging, on_host, self._num_rows, self._bs, fixed_chunk or -1, self._num_queries
         )
         self._staging.on_planned()
         self.wrapper._plan_info = information
@@ -283,12 +273,12 @@ class BlockPlan:
         num_rows: int,
         bs: int,
         fixed_chunk: int,
-        width: int,
+        num_queries: int,
     ) -> Sequence[int]:
         """Call FlashInfer's plan.
 
-        `on_host` holds offsets of queries, offsets of keys, and lengths. `width` is the number of queries of
-        every request, or 0 if the numbers differ.
+        `on_host` holds offsets of queries, offsets of keys, and lengths. `num_queries` are those of every
+        request, or 0 if the numbers differ.
         """
         wrapper = self.wrapper
         return wrapper._cached_module.plan(
@@ -308,7 +298,7 @@ class BlockPlan:
             fixed_chunk,
             False,  # chunks are not disabled
             0,  # no other kernel shares the device
-            width,
+            num_queries,
         )
 
 
@@ -359,12 +349,12 @@ def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
         workspace = wrapper._int_workspace_buffer
         backend.dflash_plans = {}
         backend.dflash_staging = Staging(workspace.numel(), workspace.device)
-    width = spec_info.draft_token_num if spec_info.ragged_verify_layout is None else None
+    num_queries = spec_info.draft_token_num if spec_info.ragged_verify_layout is None else 0
     backend.dflash_plans[size] = BlockPlan(
         wrapper,
-        width,
+        num_queries,
         forward_batch.positions.numel(),
         (updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
-        keys_of(wrapper, width, backend.kv_index_translator),
+        keys_of(wrapper, num_queries, backend.kv_index_translator),
         backend.dflash_staging,
     )

@@ -34,8 +34,6 @@ class Cycle:
         write_cols: columns of the planned slots that the block covers, or an index of these slots. None: all
             of them.
         layout: rows of the verify forward.
-        drafted: [m] int64, requests whose blocks the draft's forward has run. None: all, if there is more
-            than an anchor.
     """
 
     bs: int
@@ -51,7 +49,6 @@ class Cycle:
     layout: VerifyLayout
     spread: list[int] | None = None
     write_cols: slice | torch.Tensor | None = None
-    drafted: torch.Tensor | None = None
 
     @classmethod
     def begin(cls, batch: Any, target_runner: Any, mask_token_id: int, num_slots: int) -> "Cycle":
@@ -122,14 +119,11 @@ class Cycle:
             spread=None if self.spread is None else [self.spread[i] for i in on_host],
         )
 
-    def packed(self, layout: VerifyLayout, drafted: torch.Tensor | None) -> "Cycle":
-        """Keep the verified slots of each block, after the blocks `drafted` [m] have been filled.
-
-        None: all of them have.
-        """
-        if layout is self.layout and drafted is self.drafted:
+    def packed(self, layout: VerifyLayout) -> "Cycle":
+        """Keep the verified slots of each block."""
+        if layout is self.layout:
             return self
-        cycle, verify_len = replace(self, layout=layout, drafted=drafted), layout.verify_len
+        cycle, verify_len = replace(self, layout=layout), layout.verify_len
         if layout.is_rectangle and verify_len == self.verify_len:
             return cycle
         if layout.is_rectangle:

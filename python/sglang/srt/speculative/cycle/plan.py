@@ -23,6 +23,10 @@ class Requests(NamedTuple):
     modes: np.ndarray  # of `MODES`. [n]
 
 
+_EMPTY = np.zeros(0, dtype=np.int64)
+NO_REQUESTS = Requests(([], False, 0), _EMPTY, _EMPTY, _EMPTY)
+
+
 class Work(NamedTuple):
     """Work of a cycle."""
 
@@ -30,7 +34,7 @@ class Work(NamedTuple):
     verified: int  # drafted tokens in all
     drafted_for: int  # requests that the draft serves
     is_ragged: bool = False  # whether requests verify different numbers
-    num_tokens: int | None = None  # committed tokens of all requests; None: as many as at start-up
+    further: int = 0  # committed tokens of all requests beyond those that start-up measured with
 
 
 class CyclePlan(NamedTuple):
@@ -42,13 +46,13 @@ class CyclePlan(NamedTuple):
 
     layout: VerifyLayout  # of the verify forward
     draws: bool = False  # whether drafted tokens are drawn instead of the draft's argmax
-    # Requests that verify a copy instead of drafted tokens. None: all verify whole blocks, and a request's
+    # Requests that verify a copy instead of drafted tokens. Empty: all verify whole blocks, and a request's
     # record decides whether it copies. [n] bool
-    copies: np.ndarray | None = None
+    copies: np.ndarray = _EMPTY
     caps: np.ndarray = NO_CAPS  # most drafted tokens to accept per request. [n]
-    matches: np.ndarray | None = None  # lengths that the choice knew of, 0 without a match. [n]
-    requests: Requests | None = None  # None: nothing is learned
-    work: Work | None = None  # None: its time is not learned from
+    matches: np.ndarray = _EMPTY  # lengths that the choice knew of, 0 without a match. [n]
+    requests: Requests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
+    work: Work = Work(0, 0, 0)  # to learn from, with `requests`
 
     @property
     def verify_len(self) -> int:
@@ -63,26 +67,24 @@ class CyclePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """Sources of the blocks of one cycle.
+    """Sources of the blocks of one cycle, on the host once the accept lengths are.
 
     Attributes:
-        lengths: [bs] int32 on the host, lengths of the requests' matches. 0: none. Negative: passed over for
-            the draft. None: no lookup.
-        transferred: end of the transfer of `lengths` and `right` to the host.
+        lengths: [bs] int32, lengths of the requests' matches. 0: none. Negative: passed over for the draft.
+            Empty: no lookup.
+        right: [bs] int64, tokens of each match's continuation that were the target's, used or not. Empty: not
+            compared.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.
-        right: [bs] int64 on the host, tokens of each match's continuation that were the target's, used or
-            not. None: not compared.
     """
 
-    lengths: torch.Tensor | None
-    transferred: torch.Event | None
-    was_drafted: bool
-    admissions: int
-    right: torch.Tensor | None = None
+    lengths: torch.Tensor
+    right: torch.Tensor
+    was_drafted: bool = True
+    admissions: int = 0
 
 
-NO_PROPOSALS = Proposals(None, None, was_drafted=True, admissions=0)  # of a server without copies
+NOTHING_LOOKED_UP = Proposals(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +99,7 @@ class CycleInFlight:
     """
 
     plan: CyclePlan
-    proposals: Proposals = NO_PROPOSALS
+    proposals: Proposals = NOTHING_LOOKED_UP
     has_landed: bool = False
     previous: "CycleInFlight | None" = None
 

@@ -1,18 +1,33 @@
-"""Interface between a drafter and the cycle around it."""
+"""What drafters share, their part in the verify graphs, and drafting for some requests."""
 
-from typing import Any, Protocol
+import dataclasses
+import logging
+import weakref
+from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
+from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
+from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
+
+logger = logging.getLogger(__name__)
 
 
-class Drafter(Protocol):
+class Drafter:
     """Drafts blocks and keeps the draft's context. The cycle around it is the worker's.
+
+    It drives the draft model through a separate SGLang model runner.
+
+    Args:
+        draft_runner: the draft's model runner.
+        target_model: lends its embeddings and its head.
+        block_size: B.
 
     Attributes:
         mask_token_id: token of the slots to fill.
@@ -24,17 +39,24 @@ class Drafter(Protocol):
             write it later. Their graphs then write no context.
     """
 
-    mask_token_id: int
     num_draft_rows: int
     has_own_table: bool
     writes_context_apart: bool
     defers_plain_cycles: bool
 
+    def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
+        self._runner, self._model, self._block_size = draft_runner, draft_runner.model, block_size
+        self.mask_token_id = self._model.mask_token_id
+        self._sampling = DraftSampling.from_environment()
+        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
+
     def attach_pools(self, target_runner: Any) -> None:
         """Allocate what depends on the pools of both runners. Called once, when they exist."""
+        raise NotImplementedError
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Prepare a prefill, before the scheduler may rewrite the request table."""
+        raise NotImplementedError
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
@@ -47,17 +69,19 @@ class Drafter(Protocol):
             cache_loc: [n] int64, KV slots.
             next_tokens: [bs] int64, the target's token after each request's last one.
         """
+        raise NotImplementedError
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Take in requests that another server has prefilled. Their KV is in both pools."""
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """Draft a block per request. A cycle of one slot drafts nothing.
+        """Draft a block of at least one token per request.
 
         Args:
             cycle: the blocks to fill.
             sampling_info: SGLang's. If given, tokens are drawn under the requests' parameters.
         """
+        raise NotImplementedError
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """Choose the requests whose blocks the draft's forward runs in a cycle. [bs] bool
@@ -69,6 +93,7 @@ class Drafter(Protocol):
             lengths: [bs], drafted or copied tokens that each verifies.
             wanted: [bs] bool, requests that verify the draft's tokens. Others may need the forward too.
         """
+        return wanted
 
     def draw(
         self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
@@ -83,6 +108,7 @@ class Drafter(Protocol):
         Returns:
             Tokens [bs, B - 1] int64, and the distributions they come from.
         """
+        return draw_drafts(self._model, hidden, sampling_info, self._sampling)
 
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
@@ -94,6 +120,7 @@ class Drafter(Protocol):
             positions: [n] int64.
             cache_loc: [n] int64. Blocks that pad a batch name SGLang's padding slot.
         """
+        raise NotImplementedError
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         """Write the context of verified blocks.
@@ -104,3 +131,90 @@ class Drafter(Protocol):
                 None: the verify graph has absorbed it.
             accepted: the step's output.
         """
+        raise NotImplementedError
+
+
+class VerifyTail:
+    """Absorb the target's states for the drafter inside the target's CUDA graphs.
+
+    This spares launches after verify (SGLang's `capture_tail_hooks`). If a forward replays no such graph,
+    `Drafter.commit` absorbs them. Make the tail when both runners have their pools, before the target
+    captures."""
+
+    def __init__(self, drafter: Drafter, target_runner: Any, draft_runner: Any):
+        self._drafter = drafter
+        self._runner = target_runner
+        # With adaptive lengths a target has several graph runners, and swaps them.
+        self._graph_runners: weakref.WeakSet[Any] = weakref.WeakSet()
+        spaces = [
+            runner.kv_index_translator.space(IdSpaceKind.FULL) for runner in (target_runner, draft_runner)
+        ]
+        # A graph holds the slots under the names of the target's pool.
+        if all(space.write is None for space in spaces):
+            target_runner.capture_tail_hooks.append(self._capture)
+        else:
+            logger.info(
+                "DFLASH: the draft's context is written outside the verify graphs: its pool renames slots."
+            )
+
+    def _capture(self, graph_runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
+        """Absorb states. SGLang calls this at the end of each warm-up and capture of a forward."""
+        # In a graph that is keyed by rows, as many rows as requests may be the block of one.
+        is_plain = num_tokens == forward_batch.batch_size and not graph_runner.ragged_verify_mode
+        if is_plain and self._drafter.defers_plain_cycles:
+            return
+        self._drafter.write_context_in_graph(
+            out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc
+        )
+        self._graph_runners.add(graph_runner)
+
+    def states_to_commit(self, target_out: Any) -> torch.Tensor | None:
+        """Return the aux hidden states of a verify forward. None: its graph has absorbed them."""
+        is_absorbed = (
+            target_out.can_run_cuda_graph and self._runner.decode_cuda_graph_runner in self._graph_runners
+        )
+        return None if is_absorbed else target_out.logits_output.hidden_states
+
+
+def draft_subset(
+    drafter: Drafter,
+    cycle: Cycle,
+    on_host: np.ndarray,
+    verify_len: int,
+    sampling_info: Any,
+    target_runner: Any,
+) -> DraftBlock:
+    """Fill the first `verify_len` slots of some blocks; the others repeat their anchor.
+
+    The draft's forward takes whole blocks of the chosen requests and nothing of the others.
+
+    Args:
+        drafter: fills blocks.
+        cycle: all requests of the batch, whole blocks.
+        on_host: [m] int64, requests to draft for.
+        verify_len: slots of the result, a block at most.
+        sampling_info: SGLang's, for all requests. If given, tokens are drawn.
+        target_runner: plans the slots of the chosen requests.
+    """
+    draws = sampling_info is not None and verify_len > 1
+    if len(on_host) == cycle.bs and cycle.verify_len > 1:
+        return drafter.propose(cycle, sampling_info if draws else None).narrowed(verify_len)
+    tokens = cycle.tokens[:, :1].repeat(1, verify_len)
+    if not len(on_host) or cycle.verify_len == 1:
+        return DraftBlock(tokens)
+    drafted = on_device(on_host, torch.int64, tokens.device)
+    own_sampling = None
+    if draws:
+        per_request = {name: getattr(sampling_info, name)[drafted] for name in PER_REQUEST}
+        own_sampling = dataclasses.replace(sampling_info, **per_request)
+    own_cycle = cycle.of_requests(on_host, drafted, target_runner)
+    block = drafter.propose(own_cycle, own_sampling).narrowed(verify_len)
+    tokens[drafted] = block.tokens
+    if block.probs is None:
+        return DraftBlock(tokens)
+    # A token that was not drawn has probability 1.
+    ids = tokens[:, 1:, None].repeat(1, 1, block.probs.ids.shape[2])
+    probs = torch.zeros_like(ids, dtype=block.probs.probs.dtype)
+    probs[..., 0] = 1.0
+    ids[drafted], probs[drafted] = block.probs.ids, block.probs.probs
+    return DraftBlock(tokens, DraftProbs(ids, probs))

@@ -1,5 +1,6 @@
 """Assemble the drafter of a server."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -63,8 +64,8 @@ def load_draft(
     return worker
 
 
-def drafter_class(draft_model: Any) -> type:
-    """Return the class of the innermost drafter."""
+def drafter_class(draft_model: Any) -> type[Drafter]:
+    """Return the class that drives a draft model."""
     return next(drafter for model, drafter in _DRAFTERS if isinstance(draft_model, model))
 
 
@@ -73,39 +74,28 @@ def build_drafter(draft_runner: Any, target_model: Any, block_size: int, layout:
 
     Raises ValueError if the draft's ranks cannot borrow the target's layers."""
     check_borrowed_layers(layout, target_model)
-    drafter: Drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
+    drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
     if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8" and (reason := model.use_fp8_head()) is not None:
         logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
-    return SubgroupDrafter(drafter, layout) if layout.local_dp else drafter
+    if layout.local_dp:
+        run_on_own_ranks(drafter, layout)
+    return drafter
 
 
-class SubgroupDrafter:
-    """A drafter on fewer ranks than the target, which to its layers are all ranks.
+def run_on_own_ranks(drafter: Drafter, layout: Any) -> None:
+    """Run a drafter on fewer ranks than the target, which to its layers are all ranks.
 
     The part inside the target's graphs (`write_context_in_graph`) exchanges nothing, and needs no context.
     """
 
-    def __init__(self, drafter: Drafter, layout: Any):
-        self._drafter, self._layout = drafter, layout
-        self.mask_token_id, self.num_draft_rows = drafter.mask_token_id, drafter.num_draft_rows
-        self.has_own_table, self.writes_context_apart = drafter.has_own_table, drafter.writes_context_apart
-        self.defers_plain_cycles = drafter.defers_plain_cycles
-        self.attach_pools, self.write_context_in_graph, self.draw = (
-            drafter.attach_pools,
-            drafter.write_context_in_graph,
-            drafter.draw,
-        )
-        self.to_draft = drafter.to_draft
-        self.begin_prefill = self._on_own_ranks(drafter.begin_prefill)
-        self.prefill = self._on_own_ranks(drafter.prefill)
-        self.admit_prefilled = self._on_own_ranks(drafter.admit_prefilled)
-        self.propose = self._on_own_ranks(drafter.propose)
-        self.commit = self._on_own_ranks(drafter.commit)
-
-    def _on_own_ranks(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def under_layout(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with run_as_draft(self._layout):
+            with run_as_draft(layout):
                 return method(*args, **kwargs)
 
         return run
+
+    for name in ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit"):
+        setattr(drafter, name, under_layout(getattr(drafter, name)))

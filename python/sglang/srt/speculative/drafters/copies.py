@@ -22,12 +22,13 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.plan import NO_PROPOSALS, Proposals
+from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
 
 logger = logging.getLogger(__name__)
 
 DRAFT, COPY = "draft", "copy"
+UNKNOWN = -1  # length of a match that the host cannot read
 # Cycles in a row in which every request accepted a whole copied block, after which the next cycle skips the
 # draft. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
 # request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
@@ -36,11 +37,15 @@ WHOLE_CYCLES = 8
 
 
 class CopyStats:
-    """Counts blocks, proposed and accepted tokens by source, here and in the metrics."""
+    """Counts blocks, proposed and accepted tokens by source, here and in the metrics.
+
+    Attributes:
+        admissions: prefills and arrivals so far.
+    """
 
     def __init__(self, metrics: DFlashMetrics):
         self._metrics = metrics
-        self._admissions = 0
+        self.admissions = 0
         self._whole = 0
         self._cycles = self._without_draft = 0
         self._blocks: Counter[str] = Counter()
@@ -54,30 +59,13 @@ class CopyStats:
 
     def on_admission(self) -> None:
         """Note new requests: older cycles are no longer about all of them."""
-        self._admissions += 1
+        self.admissions += 1
         self._whole = 0
-
-    def proposals(
-        self, lengths: torch.Tensor | None, was_drafted: bool, right: torch.Tensor | None = None
-    ) -> Proposals:
-        """Record a cycle that begins. Arguments are those of `Proposals`, on the device."""
-        transferred = None
-        if lengths is not None and lengths.is_cuda:
-            transferred = torch.get_device_module(lengths.device).Event()
-            lengths = lengths.to("cpu", non_blocking=True)
-            right = None if right is None else right.to("cpu", non_blocking=True)
-            transferred.record()
-        return Proposals(lengths, transferred, was_drafted, self._admissions, right)
 
     def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], max_accept: Sequence[int]) -> None:
         """Count the accepted ones of `max_accept` proposed tokens of each request."""
         self._cycles += 1
-        if cycle.lengths is None:
-            self._whole = 0
-            return
-        if cycle.transferred is not None:
-            cycle.transferred.synchronize()  # over already: SGLang has waited for later work
-        if not any(max_accept):
+        if not cycle.lengths.numel() or not any(max_accept):
             self._whole = 0
             return
         self._without_draft += not cycle.was_drafted
@@ -96,7 +84,7 @@ class CopyStats:
             self._metrics.count_source(source, len(blocks), proposed, accepted)
         self._metrics.count_undrafted(not cycle.was_drafted)
         is_whole = all(is_copied) and list(accept_lens) == list(max_accept)
-        self._whole = self._whole + 1 if is_whole and cycle.admissions == self._admissions else 0
+        self._whole = self._whole + 1 if is_whole and cycle.admissions == self.admissions else 0
 
     def report(self) -> dict[str, Any]:
         """Return plain numbers for /server_info."""
@@ -137,12 +125,11 @@ class CopySource:
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
-        self.proposals = NO_PROPOSALS
+        self.proposals = NOTHING_LOOKED_UP
         self._has_texts = False
-        self._keys: torch.Tensor | None = None  # of the next cycle's matches
-        self._found: torch.Tensor | None = None  # continuations of all matches of the cycle under way
-        self._copied: torch.Tensor | None = None  # likewise, of the requests that copy
-        self._lengths: torch.Tensor | None = None  # of the matches
+        # Matches of the next cycle, then of the one under way. Empty tensors: none were looked up.
+        self._keys, self._lengths = NOTHING_LOOKED_UP.right, NOTHING_LOOKED_UP.lengths
+        self._is_planned = False  # whether the plan of the cycle under way says who copies
 
     def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
         """Allocate texts for the rows of the request table, in a vocabulary of this size.
@@ -199,54 +186,56 @@ class CopySource:
         self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
         self._records[requests.req_pool_indices] = self._start
 
-    def look_up(self, batch: Any) -> np.ndarray | None:
+    def look_up(self, batch: Any) -> np.ndarray:
         """Find the matches of the next cycle, before it is planned.
 
-        Returns their lengths [bs], 0 without a match, if the host can read them. Else None.
+        Returns:
+            Their lengths [bs], 0 without a match, or `UNKNOWN` if the host cannot read them.
         """
+        bs = len(batch.req_pool_indices)
         if not self._has_texts:
-            return None
+            return np.zeros(bs, dtype=np.int64)
         known = batch.seq_lens_cpu
         longest = int((batch.spec_info.reserved_lens_cpu if known is None else known).max()) + 1
         self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest, RULE)
-        return (self._keys.amax(dim=1) >> 32).numpy() if self.knows_matches_on_host else None
+        if self.knows_matches_on_host:
+            return (self._keys.amax(dim=1) >> 32).numpy()
+        return np.full(bs, UNKNOWN)
 
-    def choose(self, batch: Any, copies: np.ndarray | None) -> None:
+    def choose(self, batch: Any, copies: np.ndarray) -> None:
         """Choose the requests that copy what `look_up` found.
 
         Args:
             batch: the scheduler's.
-            copies: [bs] bool. None: each request's record of copies and drafts decides.
+            copies: [bs] bool. Empty: each request's record of copies and drafts decides.
         """
-        self._found = self._copied = self._lengths = None
-        if self._keys is None:
+        self._is_planned, self._lengths = copies.size > 0, NOTHING_LOOKED_UP.lengths
+        if not self._keys.numel():
             return
-        records = self._records if copies is None else self._no_records
         self._found, self._lengths = choose_copies(
             self.history,
-            records,
+            self._no_records if self._is_planned else self._records,
             batch.req_pool_indices,
             batch.seq_lens,
             self._keys,
             self._block_size,
             RULE,
         )
-        self._keys = None
-        self._copied = self._found
-        if copies is not None:
+        self._keys, self._copied = NOTHING_LOOKED_UP.right, self._found
+        if self._is_planned:
             is_copy = on_device(copies, torch.bool, self._found.device)
             self._lengths = torch.where(is_copy, self._lengths, -self._lengths)
             self._copied = torch.where(is_copy[:, None], self._found, -1)
 
     def needs_draft(self) -> bool:
         """Tell whether a request of the cycle drafts, as far as the host knows."""
-        if self._lengths is None:
+        if not self._lengths.numel():
             return True
         return not ((self._lengths > 0).all() if self.knows_matches_on_host else self.stats.all_copy)
 
     def overlay(self, block: DraftBlock) -> DraftBlock:
         """Put the chosen copies into a block [bs, W]."""
-        if self._copied is None:
+        if not self._lengths.numel():
             return block
         return overlay_copies(block, self._copied[:, : block.tokens.shape[1]])
 
@@ -260,7 +249,9 @@ class CopySource:
         """
         if not self._has_texts:
             return
-        lengths, right, is_own = self._lengths, None, cycle.drafted is not None
+        lengths, right = self._lengths, NOTHING_LOOKED_UP.right
+        if self._is_planned and lengths.numel():
+            right = _num_right(self._found, accepted)
         append_tokens(
             self.history,
             self._records,
@@ -269,13 +260,13 @@ class CopySource:
             accepted.tokens,
             accepted.accept_len,
             # If the plan says who copies, estimates replace a request's record.
-            torch.zeros_like(accepted.accept_len) if lengths is None or is_own else lengths,
-            was_drafted and not is_own,
+            torch.zeros_like(accepted.accept_len) if self._is_planned or not lengths.numel() else lengths,
+            was_drafted and not self._is_planned,
             RULE,
         )
-        if is_own and lengths is not None and self._found is not None:
-            right = _num_right(self._found, accepted)
-        self.proposals = self.stats.proposals(lengths, was_drafted, right)
+        # SGLang waits for later work before it reports accept lengths, so these have arrived by then.
+        lengths, right = (numbers.to("cpu", non_blocking=True) for numbers in (lengths, right))
+        self.proposals = Proposals(lengths, right, was_drafted, self.stats.admissions)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace ids that stand for an image by -1. int32."""
@@ -309,9 +300,9 @@ def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
 
 def _num_right(copied: torch.Tensor, accepted: AcceptedBlocks) -> torch.Tensor:
     """Count the copied tokens [bs, B] up to the first that is not the output's. [bs] int64"""
-    width = min(copied.shape[1] - 1, accepted.tokens.shape[1])
-    is_right = copied[:, 1 : width + 1] == accepted.tokens[:, :width]
-    is_right &= torch.arange(width, device=copied.device) <= accepted.accept_len[:, None]
+    num_slots = min(copied.shape[1] - 1, accepted.tokens.shape[1])
+    is_right = copied[:, 1 : num_slots + 1] == accepted.tokens[:, :num_slots]
+    is_right &= torch.arange(num_slots, device=copied.device) <= accepted.accept_len[:, None]
     return is_right.cumprod(dim=1).sum(dim=1)
 
 

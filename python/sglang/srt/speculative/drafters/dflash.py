@@ -1,8 +1,7 @@
 """The drafters of DFlash (arXiv 2602.06036) and DFlash2: one forward fills a block."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
@@ -14,18 +13,28 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.drafters.context import ContextRows, DeferredContext, FullView, WindowView
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts, selector_draw
+from sglang_dflash.srt.speculative.drafters.base import Drafter
+from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
+from sglang_dflash.srt.speculative.drafters.window import DraftWindow
 
-# Cycles without drafts whose context is written together.
-_DEFERRED_CYCLES = 8
+# Cycles without drafts whose context is written together. On a CPU one row takes as many operators as fifty.
+# On a GPU each write reads the weights of keys and values.
+_MOST_DEFERRED = 8
 
 
-class DFlashDrafter:
-    """Drives the draft model through a separate SGLang model runner.
+class ContextRows(NamedTuple):
+    """Inputs of a draft's context."""
+
+    aux_hidden: torch.Tensor  # [n, num_aux * hidden]
+    positions: torch.Tensor  # [n] int64
+    cache_loc: torch.Tensor  # [n] int64
+
+
+class DFlashDrafter(Drafter):
+    """Drafts with the context of every committed token, or of a window.
 
     The target's slots index the draft's KV pool too. Prefix-cache hits, retraction and aborts need no
     bookkeeping: whoever wrote a slot's target KV wrote its draft KV as well."""
@@ -33,20 +42,18 @@ class DFlashDrafter:
     writes_context_apart = True
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
-        self._runner = draft_runner
-        self._model = draft_runner.model
-        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
-        self.mask_token_id = self._model.mask_token_id
-        self._block_size = block_size
+        super().__init__(draft_runner, target_model, block_size)
         # If the anchor's row drafts too, the last position needs no row.
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
         self.has_own_table = get_spec().speculative_draft_window_size is not None
-        self.view = FullView()
         self._block_input = DFlashVerifyInput(
             draft_token_num=self.num_draft_rows, capture_hidden_mode=CaptureHiddenMode.NULL
         )
-        self._sampling = DraftSampling.from_environment()
-        self._deferred = DeferredContext(_DEFERRED_CYCLES)
+        # Context of cycles that verified the anchor alone. Nobody reads it before the next block is drafted
+        # or another request is prefilled. All rows are of one set of requests: a changed set may give a slot
+        # to another request, whose rows are written later.
+        self._deferred: list[ContextRows] = []
+        self._deferred_for = torch.empty(0, dtype=torch.int64)
         # With disaggregation another server's KV may arrive in a slot at any time, and a hierarchical cache
         # copies slots to the host as soon as the target's KV is in them.
         self.defers_plain_cycles = (
@@ -60,7 +67,7 @@ class DFlashDrafter:
         self._model.allocate_blocks(target_runner.req_to_token_pool.req_to_token.shape[0], self._block_size)
         if self.has_own_table:
             spec = get_spec()
-            self.view = WindowView(
+            self.window = DraftWindow(
                 spec.speculative_draft_window_size,
                 target_runner,
                 self._runner,
@@ -77,12 +84,7 @@ class DFlashDrafter:
     ) -> None:
         self._write(ContextRows(aux_hidden, prompts.positions, cache_loc))
 
-    def admit_prefilled(self, requests: PrefilledRequests) -> None:
-        """See `Drafter`. All of the context is in the pool already."""
-
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        if cycle.verify_len == 1:
-            return DraftBlock(tokens=cycle.tokens)
         self._write_deferred()
         output = self._run_block(cycle)
         if sampling_info is None:
@@ -103,15 +105,6 @@ class DFlashDrafter:
         rows = output.hidden_states.view(-1, self.num_draft_rows, output.hidden_states.shape[-1])
         return rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
 
-    def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-        """See `Drafter`. Context does not need the draft's forward."""
-        return wanted
-
-    def draw(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        return draw_drafts(self._model, hidden, sampling_info, self._sampling)
-
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
     ) -> None:
@@ -125,19 +118,28 @@ class DFlashDrafter:
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
         if cycle.verify_len == 1 and self.defers_plain_cycles:
-            if not self._deferred.has_room_for(cycle.req_pool_indices):
-                self._write_deferred()
-            self._deferred.add(cycle.req_pool_indices, rows)
+            self._defer(cycle.req_pool_indices, rows)
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU, if all blocks have one length. On a CPU selecting the others costs more.
         skips = aux_hidden.is_cuda and cycle.layout.is_rectangle
         self._write(rows, accepted.accept_len if skips else None)
 
+    def _defer(self, requests: torch.Tensor, rows: ContextRows) -> None:
+        """Keep a copy of rows of requests [bs]: the next target forward may overwrite the states."""
+        # SGLang makes another tensor when its batch changes. Comparing values on a GPU would wait for it.
+        is_same = requests is self._deferred_for or (
+            not requests.is_cuda and torch.equal(requests, self._deferred_for)
+        )
+        if not is_same or len(self._deferred) == _MOST_DEFERRED:
+            self._write_deferred()
+        self._deferred_for = requests
+        self._deferred.append(rows._replace(aux_hidden=rows.aux_hidden.clone()))
+
     def _write_deferred(self) -> None:
-        rows = self._deferred.take()
-        if rows is not None:
-            self._write(rows)
+        rows, self._deferred = self._deferred, []
+        if rows:
+            self._write(ContextRows(*map(torch.cat, zip(*rows, strict=True))))
 
     def _write(self, rows: ContextRows, accept_len: torch.Tensor | None = None) -> None:
         pool = self._runner.token_to_kv_pool
@@ -145,27 +147,27 @@ class DFlashDrafter:
 
     def _run_block(self, cycle: Cycle) -> DraftOutput:
         """Run one forward over the draft's rows of all blocks."""
-        width = self.num_draft_rows
-        columns, tokens, positions = None, cycle.tokens, cycle.positions
-        if width < cycle.verify_len:
-            columns, tokens, positions = slice(0, width), tokens[:, :width], positions[:, :width]
-        seq_lens, committed_host, plan = self.view.read(cycle)
-        seq_lens_cpu = committed_host + width
+        num_rows = self.num_draft_rows
+        columns = slice(0, num_rows)
+        seq_lens, committed_host, plan = cycle.committed, cycle.committed_host, cycle.kv_loc_plan
+        if self.has_own_table:
+            seq_lens, committed_host, plan = self.window.read(cycle)
+        seq_lens_cpu = committed_host + num_rows
         self._block_input.spread = cycle.spread
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=cycle.bs,
-            input_ids=tokens.flatten(),
+            input_ids=cycle.tokens[:, columns].flatten(),
             req_pool_indices=cycle.req_pool_indices,
             seq_lens=seq_lens,
             out_cache_loc=cycle.cache_loc,
             seq_lens_sum=sum(seq_lens_cpu.tolist()),
             seq_lens_cpu=seq_lens_cpu,
-            positions=positions.flatten(),
+            positions=cycle.positions[:, columns].flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._block_input,
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=cycle.bs * width,
+            global_num_token_non_padded_cpu=cycle.bs * num_rows,
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph,
         )
         plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)

@@ -47,10 +47,8 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import (
     Pending,
     RowTables,
     append_rows,
-    commit_rows,
     prepare_rows,
 )
-from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
@@ -58,7 +56,7 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Promp
 from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
+from sglang_dflash.srt.speculative.drafters.base import Drafter
 
 
 @dataclass
@@ -100,22 +98,17 @@ def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
     pool.write = write_both
 
 
-class PEagleDrafter:
-    """Drives the draft model through a separate SGLang model runner."""
+class PEagleDrafter(Drafter):
+    """Drafts with rows of the draft's own, which run together with the block."""
 
     has_own_table = True
     writes_context_apart = False
     defers_plain_cycles = False
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
-        self._runner = draft_runner
-        self._model = draft_runner.model
-        self.mask_token_id = self._model.mask_token_id
-        self._block_size = block_size
+        super().__init__(draft_runner, target_model, block_size)
         self._drafted = block_size - 1
         self.num_draft_rows = max(1, 2 * self._drafted)  # SGLang plans for a row even if nothing is drafted
-        self._sampling = DraftSampling.from_environment()
-        self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
     def attach_pools(self, target_runner: Any) -> None:
         self._target_runner = target_runner
@@ -128,6 +121,7 @@ class PEagleDrafter:
             tokens=torch.zeros(rows, block_size, dtype=torch.int64, device=weight.device),
             fused=weight.new_zeros(rows, block_size, weight.numel()),
             count=torch.ones(rows, dtype=torch.int64, device=weight.device),
+            was_run=torch.zeros(rows, dtype=torch.int32, device=weight.device),
         )
         # Fused states from a verify graph.
         self._fused_in_graph = weight.new_zeros(rows * block_size, weight.numel())
@@ -175,7 +169,7 @@ class PEagleDrafter:
         before[starts] = torch.where(is_continued[:, None], carried, self._model.fused_mask)
         self._pending.fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
         self._pending.tokens[requests, 0] = next_tokens
-        self._pending.count[requests] = 1
+        self._pending.count[requests], self._pending.was_run[requests] = 1, 0
         self._most_pending[prompts.table_rows] = 1
         self._run_prompts(prompts, before, cache_loc)
 
@@ -188,14 +182,18 @@ class PEagleDrafter:
         # prefix.
         self._pending.tokens[rows, 0] = requests.bonus_tokens
         self._pending.fused[rows, 0] = self._model.fused_mask
-        self._pending.count[rows] = 1
+        self._pending.count[rows], self._pending.was_run[rows] = 1, 0
         self._most_pending[requests.table_rows] = 1
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        if cycle.verify_len == 1:
-            return DraftBlock(tokens=cycle.tokens)
         probs = None
-        output = self._run_cycle_blocks(cycle)
+        output = self._run_blocks(
+            cycle.req_pool_indices,
+            cycle.committed,
+            cycle.committed_host,
+            cycle.spread,
+            cycle.can_run_cuda_graph,
+        )
         assert output.draft_tokens is not None and output.hidden_states is not None
         count = cycle.bs * self._drafted  # a CUDA graph pads its output
         rows = output.hidden_states[:count].view(cycle.bs, self._drafted, -1)
@@ -205,11 +203,6 @@ class PEagleDrafter:
             drafted, probs = self.draw(rows, cycle.tokens[:, 0], sampling_info)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
-    def draw(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        return draw_drafts(self._model, hidden, sampling_info, self._sampling)
-
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
     ) -> None:
@@ -217,31 +210,12 @@ class PEagleDrafter:
             self._fused_in_graph[: aux_hidden.shape[0]] = self._model.fuse(aux_hidden)
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
+        """See `Drafter`. Verified tokens are pending, after those that the draft has not run."""
         if not self._drafted:
             return
-        if cycle.drafted is not None:
-            self._append(cycle, cycle.drafted, aux_hidden, accepted)
-            return
-        requests, rows = cycle.req_pool_indices, cycle.bs * cycle.verify_len
-        most_pending = int(self._most_pending.max())
-        if cycle.verify_len == 1 and most_pending == self._block_size:
-            self._run_cycle_blocks(cycle)
-            self._pending.count[requests] = most_pending = 0
-        # Column k holds the token after block position k and the state of that position. The count excludes
-        # columns beyond the accepted ones.
-        fused = self._fused_in_graph[:rows] if aux_hidden is None else self._model.fuse(aux_hidden)
-        commit_rows(requests, accepted.accept_len, accepted.tokens, fused, self._pending)
-        # Every running request takes part in every cycle.
-        self._most_pending[:] = most_pending + 1 if cycle.verify_len == 1 else cycle.verify_len
-
-    def _append(
-        self, cycle: Cycle, drafted: torch.Tensor, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks
-    ) -> None:
-        """Make verified tokens pending, after those of the requests `drafted` [m] have been run."""
-        requests, rows = cycle.req_pool_indices, cycle.layout
-        self._pending.count[requests[drafted]] = 0
         fused = self._fused_in_graph if aux_hidden is None else self._model.fuse(aux_hidden)
-        slots = None if rows.is_rectangle else rows.slots
+        slots = None if cycle.layout.is_rectangle else cycle.layout.slots
+        requests = cycle.req_pool_indices
         append_rows(requests, accepted.accept_len, accepted.tokens, fused, slots, self._pending)
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -255,15 +229,6 @@ class PEagleDrafter:
             chosen = wanted | is_overdue | (2 * pending >= self._block_size)
         self._most_pending[rows] = np.where(chosen, 0, pending) + lengths + 1
         return chosen
-
-    def _run_cycle_blocks(self, cycle: Cycle) -> DraftOutput:
-        return self._run_blocks(
-            cycle.req_pool_indices,
-            cycle.committed,
-            cycle.committed_host,
-            cycle.spread,
-            cycle.can_run_cuda_graph,
-        )
 
     def _run_blocks(
         self,
@@ -282,7 +247,7 @@ class PEagleDrafter:
             spread: see `Cycle`.
             can_run_cuda_graph: SGLang's permission for this batch.
         """
-        bs, width = requests.numel(), self.num_draft_rows
+        bs, num_rows = requests.numel(), self.num_draft_rows
         blocks = self._model.blocks(bs)
         tables = RowTables(self._source, self._table, self.mask_token_id, self._last_start)
         tokens, positions, cache_loc, start = prepare_rows(
@@ -295,9 +260,9 @@ class PEagleDrafter:
             blocks.first_drafting,
         )
         if self._last_start is None:
-            seq_lens_cpu = (committed_host - self._block_size).clamp(min=0) + width
+            seq_lens_cpu = (committed_host - self._block_size).clamp(min=0) + num_rows
         else:
-            seq_lens_cpu = (committed_host - 1).clamp(max=self._last_start) + width
+            seq_lens_cpu = (committed_host - 1).clamp(max=self._last_start) + num_rows
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
@@ -309,12 +274,12 @@ class PEagleDrafter:
             seq_lens_cpu=seq_lens_cpu,
             positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleVerifyInput.of_rows(width, blocks, spread),
+            spec_info=PEagleVerifyInput.of_rows(num_rows, blocks, spread),
             capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=bs * width,
+            global_num_token_non_padded_cpu=bs * num_rows,
             can_run_decode_cuda_graph=can_run_cuda_graph,
         )
-        self._bind(forward_batch, read_extent=width)
+        self._bind(forward_batch, read_extent=num_rows)
         return run_draft(self._runner, forward_batch)
 
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:

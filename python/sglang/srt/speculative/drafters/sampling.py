@@ -1,19 +1,17 @@
 """Draw drafted tokens from a draft's logits, with the exact distributions they come from."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
 from sglang_dflash.kernels.ops.speculative.selector_walk import Draw
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST, slices_of_rows
-from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.drafters.base import Drafter
+from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
+
+ALL_SLOTS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,18 +22,18 @@ class DraftSampling:
 
     Attributes:
         temperature_scale: multiplies the request's temperature. Below 1 the draft prefers likely tokens.
-        sampled_slots: slots that are drawn, from the first on. Deeper slots take the argmax. None: all.
+        sampled_slots: slots that are drawn, from the first on. Deeper slots take the argmax.
         candidates: tokens considered per slot, the likeliest. They are stored for verification.
     """
 
     temperature_scale: float = 1.0
-    sampled_slots: int | None = None
+    sampled_slots: int = ALL_SLOTS
     candidates: int = 128
 
     def __post_init__(self):
         if not self.temperature_scale > 0:
             raise ValueError(f"temperature_scale must be positive, got {self.temperature_scale}.")
-        if self.sampled_slots is not None and self.sampled_slots < 0:
+        if self.sampled_slots < 0:
             raise ValueError(f"sampled_slots must not be negative, got {self.sampled_slots}.")
         if self.candidates < 1:
             raise ValueError(f"candidates must be at least 1, got {self.candidates}.")
@@ -43,7 +41,8 @@ class DraftSampling:
     @classmethod
     def from_environment(cls) -> "DraftSampling":
         """Read the options. Raises ValueError naming a variable that cannot be used."""
-        return cls(DFlashOptions.DRAFT_TEMPERATURE_SCALE.get(), DFlashOptions.DRAFT_SAMPLED_SLOTS.get())
+        slots = DFlashOptions.DRAFT_SAMPLED_SLOTS.get()
+        return cls(DFlashOptions.DRAFT_TEMPERATURE_SCALE.get(), ALL_SLOTS if slots is None else slots)
 
 
 def likeliest(
@@ -95,11 +94,8 @@ def choose_tokens(
     """
     bs, slots = uniforms.shape
     ids, probs = (values.view(bs, slots, values.shape[-1]) for values in (ids, probs))
-    if sampling.sampled_slots is None:
-        top_k = top_k[:, None]
-    else:
-        is_drawn = torch.arange(slots, device=ids.device) < sampling.sampled_slots
-        top_k = torch.where(is_drawn, top_k[:, None], 1)
+    is_drawn = torch.arange(slots, device=ids.device) < sampling.sampled_slots
+    top_k = torch.where(is_drawn, top_k[:, None], 1)
     more_likely = probs.cumsum(dim=-1) - probs
     rank = torch.arange(ids.shape[2], device=ids.device)
     probs = torch.where((rank < top_k[..., None]) & (more_likely <= top_p[:, None, None]), probs, 0)
@@ -114,8 +110,7 @@ def selector_draw(sampling_info, sampling: DraftSampling, num_slots: int) -> Dra
     """Build a draw over `num_slots` slots by each request's parameters."""
     info, temperature = sampling_info, sampling_info.temperatures.squeeze(1) * sampling.temperature_scale
     uniforms = torch.rand(temperature.shape[0], num_slots, device=temperature.device)
-    slots = num_slots if sampling.sampled_slots is None else sampling.sampled_slots
-    return Draw(temperature, info.top_ks, info.top_ps, info.min_ps, uniforms, slots)
+    return Draw(temperature, info.top_ks, info.top_ps, info.min_ps, uniforms, sampling.sampled_slots)
 
 
 def draw_drafts(
@@ -134,50 +129,3 @@ def draw_drafts(
     return choose_tokens(
         ids, probs, sampling_info.top_ks, sampling_info.top_ps, uniforms, sampling, model.d2t
     )
-
-
-def draft_subset(
-    drafter: Drafter,
-    cycle: Cycle,
-    on_host: np.ndarray,
-    drafted: torch.Tensor | None,
-    verify_len: int,
-    sampling_info: Any,
-    target_runner: Any,
-) -> DraftBlock:
-    """Fill the first `verify_len` slots of some blocks; the others repeat their anchor.
-
-    The draft's forward takes whole blocks of the chosen requests and nothing of the others.
-
-    Args:
-        drafter: fills blocks.
-        cycle: all requests of the batch, whole blocks.
-        on_host: [m] int64, requests to draft for.
-        drafted: the same on the device. None: they are all requests or none.
-        verify_len: slots of the result, a block at most.
-        sampling_info: SGLang's, for all requests. If given, tokens are drawn.
-        target_runner: plans the slots of the chosen requests.
-    """
-    if len(on_host) == cycle.bs:
-        return drafter.propose(cycle, sampling_info if verify_len > 1 else None).narrowed(verify_len)
-    tokens = cycle.tokens[:, :1].repeat(1, verify_len)
-    if not len(on_host):
-        return DraftBlock(tokens)
-    assert drafted is not None
-    if sampling_info is not None and verify_len > 1:
-        per_request = {name: getattr(sampling_info, name)[drafted] for name in PER_REQUEST}
-        sampling_info = dataclasses.replace(sampling_info, **per_request)
-    else:
-        sampling_info = None
-    cycle = cycle.of_requests(on_host, drafted, target_runner)
-    block = drafter.propose(cycle, sampling_info).narrowed(verify_len)
-    probs = block.probs
-    tokens[drafted] = block.tokens
-    if probs is not None:
-        # A token that was not drawn has probability 1.
-        ids = tokens[:, 1:, None].repeat(1, 1, probs.ids.shape[2])
-        certain = torch.zeros_like(ids, dtype=probs.probs.dtype)
-        certain[..., 0] = 1.0
-        ids[drafted], certain[drafted] = probs.ids, probs.probs
-        probs = DraftProbs(ids, certain)
-    return DraftBlock(tokens, probs)

@@ -2,34 +2,22 @@
 
 import time
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 
-class CycleTiming(NamedTuple):
-    """A finished cycle and the idle_gap before it."""
-
-    work: Any  # as `stop` was told
-    seconds: float
-    idle_gap: (
-        float | None
-    )  # seconds since the end of the previous cycle; None if something else ran in between
-
-
 class CycleClock:
-    """Times what runs between `start` and `stop`.
+    """Times work from `start`, or the end of the work before it, to its `stop`.
 
-    `finished` returns the timings known by now, in order. Call `interrupt` if something other than a cycle
-    runs, or nothing does.
+    Call `interrupt` if something other than a cycle runs: the work that ends next is then not timed.
     """
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"
-        self._free_events: list[Any] = []  # read; recorded again, as making two in every cycle takes time
-        self._pending: deque[tuple[Any, Any, Any, Any]] = deque()
-        self._previous: Any = None  # end of the previous cycle
-        self._start: Any = None
+        self._free_events: list[Any] = []  # read; recorded again, as making one in every cycle takes time
+        self._pending: deque[tuple[Any, Any, Any]] = deque()
+        self._since: list[Any] = []  # the moment that the work under way is timed from, if there is one
 
     def _now(self) -> Any:
         if not self._is_cuda:
@@ -39,28 +27,26 @@ class CycleClock:
         return event
 
     def start(self) -> None:
-        self._start = self._now()
+        """Begin here, whatever ran before."""
+        self._since = [self._now()]
 
     def stop(self, work: Any = None) -> None:
-        """End a cycle, which did this work."""
+        """End this work. The next begins here."""
         end = self._now()
-        self._pending.append((work, self._previous, self._start, end))
-        self._previous = end
+        self._pending.extend((work, start, end) for start in self._since)
+        self._since = [end]
 
     def interrupt(self) -> None:
-        self._previous = None
+        """Begin nowhere."""
+        self._since = []
 
-    def finished(self) -> list[CycleTiming]:
+    def finished(self) -> list[tuple[Any, float]]:
+        """Return work and its seconds, as far as they are known by now, in order."""
         timings = []
         while self._pending and (not self._is_cuda or self._pending[0][-1].query()):
-            work, previous, start, end = self._pending.popleft()
-            idle_gap = None if previous is None else self._between(previous, start)
-            seconds = self._between(start, end)
+            work, start, end = self._pending.popleft()
+            seconds = 1e-3 * start.elapsed_time(end) if self._is_cuda else end - start
+            timings.append((work, seconds))
             if self._is_cuda:
-                # The next cycle's idle_gap begins with `end`, so that one is free a cycle later.
-                self._free_events += [start] if previous is None else [start, previous]
-            timings.append(CycleTiming(work, seconds, idle_gap))
+                self._free_events.append(start)
         return timings
-
-    def _between(self, start: Any, end: Any) -> float:
-        return 1e-3 * start.elapsed_time(end) if self._is_cuda else end - start

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS, CyclePlan, Proposals, Requests
+from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, CyclePlan, Proposals, Requests
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, table_rows
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
+from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH
 from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
@@ -50,22 +53,14 @@ class WholeBlocks:
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Do nothing."""
 
-    def choose(
-        self,
-        batch: Any,
-        draws: bool,
-        matches: np.ndarray | None = None,
-        caps: np.ndarray = NO_CAPS,
-    ) -> CyclePlan:
-        """Plan whole blocks."""
+    def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
+        """Plan whole blocks. See `AdaptiveLengths`."""
         return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Do nothing."""
 
-    def on_accept_lens(
-        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None = None
-    ) -> None:
+    def on_accept_lens(self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals) -> None:
         """Do nothing."""
 
     def report(self) -> dict:
@@ -73,18 +68,16 @@ class WholeBlocks:
         return {}
 
 
-class AdaptiveWidth:
+class AdaptiveLengths:
     """Verifies as many drafted tokens in each cycle as pay off.
 
     Args:
         chooser: the policy.
         backends: the target's.
         clock: times the cycles.
-        num_rows: of the request table.
         tp_group: rank 0 chooses for all of it.
-        has_copies: whether there are copies.
+        metrics: counts verify lengths.
         log_every: cycles from one log line to the next.
-        metrics: counts widths, if given.
     """
 
     def __init__(
@@ -92,20 +85,18 @@ class AdaptiveWidth:
         chooser: LengthChooser,
         backends: Backends,
         clock: CycleClock,
-        num_rows: int,
         tp_group: Any,
-        has_copies: bool = False,
-        log_every: int = 40,
-        metrics: Any = None,
+        metrics: DFlashMetrics,
+        log_every: int,
     ):
         self.chooser, self._backends, self._clock, self._tp_group = chooser, backends, clock, tp_group
-        self._has_copies, self._log_every, self._metrics = has_copies, log_every, metrics
+        self._metrics, self._log_every = metrics, log_every
         # Lengths of matches to expect, if the host cannot read them: of copies that go on.
-        self._expected_matches = np.full(num_rows, UNKNOWN_MATCH)
-        self._row_generation = np.zeros(num_rows, dtype=np.int64)
-        self._num_prefills = self._num_cycles = self._width = 0
-        self._batch: Requests | None = None
-        self._cycles_per_width: Counter[int] = Counter()
+        self._expected_matches = np.full(chooser.num_rows, UNKNOWN_MATCH)
+        self._row_generation = np.zeros(chooser.num_rows, dtype=np.int64)
+        self._num_prefills = self._num_cycles = self._verify_len = 0
+        self._requests = NO_REQUESTS
+        self._cycles_per_verify_len: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
 
@@ -124,51 +115,43 @@ class AdaptiveWidth:
         self._expected_matches[rows] = UNKNOWN_MATCH
         self.chooser.drafts.reset(rows)
 
-    def choose(
-        self,
-        batch: Any,
-        draws: bool,
-        matches: np.ndarray | None = None,
-        caps: np.ndarray = NO_CAPS,
-    ) -> CyclePlan:
+    def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
         """Choose what the next cycle drafts and verifies.
 
         Args:
             batch: the scheduler's.
             draws: whether drafted tokens are drawn.
-            matches: lengths of the requests' matches, if copies are on and the host knows them. [n]
+            matches: lengths of the requests' matches, as `CopySource.look_up` returns them. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
         self._learn_timings()
-        self._batch = requests = self._describe(batch, draws)
+        self._requests = requests = self._describe(batch, draws)
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
-        if matches is None and self._has_copies:
-            matches = self._expected_matches[requests.rows]
-        needs_equal = _needs_equal_lengths(batch.sampling_info)
-        choice = self._broadcast_choice(requests, num_tokens, matches, caps)
-        plan = plan_lengths(self._backends, choice.lengths, choice.copies, needs_equal)
+        further = num_tokens - len(batch.reqs) * self.chooser.costs.context
+        matches = np.where(matches == UNKNOWN, self._expected_matches[requests.rows], matches)
+        choice = self._broadcast_choice(requests, further, matches, caps)
+        plan = plan_lengths(
+            self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
+        )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
-        work = self.chooser.work(choice, num_tokens)
-        plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
+        work = self.chooser.work(choice, further)
         self._count(plan.verify_len, choice)
-        self._clock.start()
-        return plan
+        return plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
 
-    def _count(self, width: int, choice: Choice) -> None:
-        self._width, lengths = width, choice.lengths
+    def _count(self, verify_len: int, choice: Choice) -> None:
+        self._verify_len, lengths = verify_len, choice.lengths
         self._num_cycles += 1
-        self._cycles_per_width[width] += 1
+        self._cycles_per_verify_len[verify_len] += 1
         self._blocks_per_length.update(lengths.tolist())
-        if self._metrics is not None:
-            self._metrics.count_width(width)
+        self._metrics.count_width(verify_len)
         if self._num_cycles % self._log_every == 0 and choice.seconds:
             logger.info(
                 "DFLASH verifies %d drafted tokens for %d requests, %d at most: %.2f tokens each and %.1f ms "
                 "a cycle expected (measured over expected time so far: %.2f). Blocks by verified tokens: %s.",
                 lengths.sum(),
                 len(lengths),
-                width - 1,
+                verify_len - 1,
                 choice.tokens / len(lengths),
                 1e3 * choice.seconds,
                 self._measured / self._expected if self._expected else np.nan,
@@ -178,65 +161,48 @@ class AdaptiveWidth:
     def _describe(self, batch: Any, draws_drafts: bool) -> Requests:
         rows = table_rows(batch)
         key = rows.tolist(), draws_drafts, self._num_prefills
-        if self._batch is not None and self._batch.key == key:
-            return self._batch
+        if self._requests.key == key:
+            return self._requests
         modes = np.array([_mode(req, draws_drafts) for req in batch.reqs])
         return Requests(key, rows, self._row_generation[rows], modes)
 
     def _broadcast_choice(
-        self, batch: Requests, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray
+        self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray
     ) -> Choice:
-        """Return rank 0's choice. Others may differ, and ranks that disagree hang.
-
-        `matches` and `caps` are those of `choose`.
-        """
-        choice, n = None, len(batch.rows)
+        """Return rank 0's choice. Others may differ, and ranks that disagree hang."""
+        n = len(requests.rows)
+        choice = Choice(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool), 0.0, 0.0)
         if self._tp_group.rank_in_group == 0:
-            choice = self._choose(batch, num_tokens, matches, caps)
-        if self._tp_group.world_size == 1:
-            assert choice is not None
-            return choice
-        shared = np.zeros((2, n), dtype=np.int64)
-        if choice is not None:
-            shared[:] = choice.lengths, choice.copies
-        sent = torch.from_numpy(shared)
-        torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-        choice = choice or Choice(shared[0], shared[1] > 0, 0.0, 0.0)
-        return choice._replace(lengths=shared[0], copies=shared[1] > 0)
+            choice = self._choose(requests, further, matches, caps)
+        if self._tp_group.world_size > 1:
+            sent = torch.from_numpy(np.stack((choice.lengths, choice.copies)).astype(np.int64))
+            torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
+            lengths, copies = sent.numpy()
+            choice = choice._replace(lengths=lengths, copies=copies > 0)
+        return choice
 
-    def _choose(
-        self, batch: Requests, num_tokens: int, matches: np.ndarray | None, caps: np.ndarray
-    ) -> Choice:
-        return self.chooser.choose(batch.key, batch.rows, batch.modes, num_tokens, matches, caps)
+    def _choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+        return self.chooser.choose(requests.key, requests.rows, requests.modes, further, matches, caps)
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""
         self._clock.stop(plan.work)
 
     def _learn_timings(self) -> None:
-        for work, seconds, idle_gap in self._clock.finished():
-            if work is None or idle_gap is None:
-                continue
-            self._measured += seconds + idle_gap
+        for work, seconds in self._clock.finished():
+            self._measured += seconds
             self._expected += self.chooser.costs.expected(work)
-            self.chooser.costs.observe(work, seconds + idle_gap)
+            self.chooser.costs.observe(work, seconds)
 
-    def on_accept_lens(
-        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None = None
-    ) -> None:
-        """Learn from the accepted drafted tokens of each request.
-
-        `proposals` are the sources of the blocks, on the host, if copies are on.
-        """
-        batch, accepted = plan.requests, np.asarray(accept_lens)
-        assert batch is not None
-        rows, modes, verified = batch.rows, batch.modes, plan.max_accept
+    def on_accept_lens(self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals) -> None:
+        """Learn from the accepted drafted tokens of each request, and where its block came from."""
+        requests, accepted = plan.requests, np.asarray(accept_lens)
+        rows, modes, verified = requests.rows, requests.modes, plan.max_accept
         same: Any = slice(None)
-        if batch.key[2] != self._num_prefills:
-            same = self._row_generation[rows] == batch.generations
+        if requests.key[2] != self._num_prefills:
+            same = self._row_generation[rows] == requests.generations
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
-        if proposals is not None and proposals.lengths is not None:
-            assert proposals.right is not None and plan.matches is not None and plan.copies is not None
+        if proposals.right.numel():
             lengths, right = proposals.lengths.numpy()[same], proposals.right.numpy()[same]
             self._learn_copies(rows, modes, plan.matches[same], lengths, right, accepted)
             verified = np.where((lengths <= 0) & ~plan.copies[same], verified, 0)
@@ -273,29 +239,27 @@ class AdaptiveWidth:
         """Return plain numbers for /server_info."""
         time_ratio = round(self._measured / self._expected, 3) if self._expected else None
         copies = {}
-        if self._has_copies:
+        if DFlashOptions.COPY_AHEAD.get():
             averages = self.chooser.copies.averages[:, RULE.shortest :].round(3)
             copies = {"copy_accept_probs": dict(zip(MODES, averages.tolist(), strict=True))}
         return copies | {
-            "width": self._width,
-            "expected": self._expected_per_width(),
-            "candidates": self.chooser.costs.widths.tolist(),
-            "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_width.items())},
+            "width": self._verify_len,
+            "expected": self._expected_per_verify_len(),
+            "candidates": self.chooser.costs.verify_lens.tolist(),
+            "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_verify_len.items())},
             "blocks_per_length": {str(length): n for length, n in sorted(self._blocks_per_length.items())},
             "probes": self.chooser.num_probes,
             "measured_over_expected_time": time_ratio,
             "accept_probs": dict(zip(MODES, self.chooser.drafts.averages.round(3).tolist(), strict=True)),
         }
 
-    def _expected_per_width(self) -> dict[str, dict[str, float]]:
-        """Return the time of a cycle in which all requests of the latest batch verify one width."""
-        expected: dict[str, dict[str, float]] = {}
-        if self._batch is not None:
-            n = len(self._batch.rows)
-            verify, draft = self.chooser.seconds(n)
-            for width in self.chooser.costs.widths.tolist():
-                seconds = verify[n * (width - 1)] + draft[n if width > 1 else 0]
-                expected[str(width)] = {"cycle_ms": round(1e3 * float(seconds), 3)}
+    def _expected_per_verify_len(self) -> dict[str, dict[str, float]]:
+        """Return the time of a cycle of the latest batch, by a verify length for all."""
+        n, expected = len(self._requests.rows), {}
+        verify, draft = self.chooser.seconds(n)
+        for verify_len in self.chooser.costs.verify_lens.tolist() if n else ():
+            seconds = verify[n * (verify_len - 1)] + draft[n if verify_len > 1 else 0]
+            expected[str(verify_len)] = {"cycle_ms": round(1e3 * float(seconds), 3)}
         return expected
 
 
@@ -317,4 +281,4 @@ def _needs_equal_lengths(sampling_info: Any) -> bool:
     return sampling_info.has_custom_logit_processor or returns_masks
 
 
-Width = WholeBlocks | AdaptiveWidth
+LengthPlanner = WholeBlocks | AdaptiveLengths

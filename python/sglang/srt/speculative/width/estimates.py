@@ -68,10 +68,7 @@ class AcceptanceEstimate:
 
     def __init__(self, num_rows: int, max_draft_tokens: int):
         self._averages = _Averages(max_draft_tokens, {0: _DRAFT_PRIOR})
-        self._seen, self._kept = (
-            np.zeros((num_rows, max_draft_tokens)),
-            np.zeros((num_rows, max_draft_tokens)),
-        )
+        self._seen, self._kept = np.zeros((2, num_rows, max_draft_tokens))
         self._steps = np.arange(max_draft_tokens)
 
     @property
@@ -164,46 +161,50 @@ class CostTable:
 
     Args:
         loads: numbers of requests that were measured, ascending. [L]
-        widths: slots per request that were measured, ascending. [W]
+        verify_lens: slots per request that were measured, ascending. [W]
         verify: seconds of a cycle without its draft. [L, W]
         draft: seconds of drafting for all requests. [L]
         padded: whether forwards are padded to the next of `loads`.
         reads: seconds per committed token beyond `context`.
         context: committed tokens per request in the measurement.
-        sizes: rows that a verify is padded to, ascending. None: it is not, or to whole requests.
+        sizes: rows that a verify is padded to, ascending. Empty: it is not, or to whole requests.
         mixed_sample: seconds of a cycle in which every other request, the first included, has a whole block
-            and the rest verify nothing. [L] None: unequal lengths cost no more than their rows.
+            and the rest verify nothing. [L]
         tries: served cycles that each load's measurement counts for. [L]
     """
 
     def __init__(
         self,
         loads: np.ndarray,
-        widths: np.ndarray,
+        verify_lens: np.ndarray,
         verify: np.ndarray,
         draft: np.ndarray,
         padded: bool = False,
         reads: float = 0.0,
         context: int = 0,
-        sizes: Sequence[int] | None = None,
-        mixed_sample: np.ndarray | None = None,
+        sizes: Sequence[int] = (),
+        mixed_sample: np.ndarray | float = 0.0,
         tries: np.ndarray | float = KNOWN,
     ):
-        self.loads, self.widths, self._padded = np.asarray(loads), np.asarray(widths), padded
-        num_loads, num_widths = len(self.loads), len(self.widths)
+        self.loads, self.verify_lens, self._padded = np.asarray(loads), np.asarray(verify_lens), padded
+        num_loads, num_lens = len(self.loads), len(self.verify_lens)
         # More work takes no less time, and other processes only add to it: a peak is noise.
         verify, draft = (_lowered(np.array(table, dtype=float)) for table in (verify, draft))
         self._entries = np.concatenate((verify.ravel(), draft, np.zeros(num_loads), [reads]))
-        self._verify = self._entries[: verify.size].reshape(num_loads, num_widths)
+        self._verify = self._entries[: verify.size].reshape(num_loads, num_lens)
         self._draft, self._ragged_overhead = self._entries[verify.size : -1].reshape(2, num_loads)
         of_loads = np.broadcast_to(np.asarray(tries, dtype=float), num_loads)
-        self._tries = np.concatenate((of_loads.repeat(num_widths), of_loads, of_loads, [KNOWN]))
+        self._tries = np.concatenate((of_loads.repeat(num_lens), of_loads, of_loads, [KNOWN]))
         self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
-        self._context, self._sizes = context, None if sizes is None else np.asarray(sizes)
+        self.context, self._sizes, samples = (
+            context,
+            np.asarray(sizes),
+            np.broadcast_to(mixed_sample, num_loads),
+        )
         for i, n in enumerate(self.loads):
             whole = (n + 1) // 2
-            of_rows = self.verify(n)[whole * (self.widths[-1] - 1)] + self.draft(n)[whole]
-            self._ragged_overhead[i] = 0.0 if mixed_sample is None else max(0.0, mixed_sample[i] - of_rows)
+            of_rows = self.verify(n)[whole * (self.verify_lens[-1] - 1)] + self.draft(n)[whole]
+            self._ragged_overhead[i] = max(0.0, samples[i] - of_rows)
 
     def _at(self, requests: np.ndarray | int, table: np.ndarray) -> np.ndarray:
         """Read a table [L, ..] between loads. Beyond the last load time grows in proportion."""
@@ -211,24 +212,23 @@ class CostTable:
         table = _read(table, np.ceil(index) if self._padded else index)
         return table * np.maximum(1.0, requests / self.loads[-1])
 
-    def verify(self, num_requests: int, num_tokens: int | None = None) -> np.ndarray:
+    def verify(self, num_requests: int, further: int = 0) -> np.ndarray:
         """Return the seconds of verifying 0 .. n K drafted tokens.
 
         Args:
             num_requests: n.
-            num_tokens: committed tokens of all requests. None: as many as at start-up.
+            further: committed tokens of all requests beyond n times `context`.
         """
-        further = 0 if num_tokens is None else num_tokens - num_requests * self._context
-        by_width = self._at(num_requests, self._verify)
+        by_length = self._at(num_requests, self._verify)
         # With shorter contexts than at start-up, the part that is not attention stays.
-        by_width = np.maximum(by_width + self._entries[-1] * further, by_width / 2)
-        drafted = np.arange(num_requests * (self.widths[-1] - 1) + 1)
-        seconds = np.interp(drafted, num_requests * (self.widths - 1), by_width)
+        by_length = np.maximum(by_length + self._entries[-1] * further, by_length / 2)
+        drafted = np.arange(num_requests * (self.verify_lens[-1] - 1) + 1)
+        seconds = np.interp(drafted, num_requests * (self.verify_lens - 1), by_length)
         return seconds[self._padded_rows(num_requests, drafted).clip(max=drafted[-1])]
 
     def _padded_rows(self, num_requests: int, drafted: np.ndarray) -> np.ndarray:
         """Return how many drafted tokens the forward takes that verifies so many."""
-        if self._sizes is None:
+        if not self._sizes.size:
             return drafted
         sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
         return np.maximum(self._sizes[sufficient] - num_requests, drafted)
@@ -245,15 +245,13 @@ class CostTable:
 
     def _weights(self, work: Work) -> np.ndarray:
         """Return how much of each entry a cycle takes."""
-        n, further = work.requests, 0
-        if work.num_tokens is not None:
-            further = max(work.num_tokens - n * self._context, 0)
+        n = work.requests
         row = self._padded_rows(n, np.array(work.verified))
-        loads, widths = np.eye(len(self.loads)), np.eye(len(self.widths))
+        loads, lengths = np.eye(len(self.loads)), np.eye(len(self.verify_lens))
         by_load, drafts = self._at(n, loads), self._at(work.drafted_for, loads) * (work.drafted_for > 0)
-        by_width = _read(widths, np.interp(row, n * (self.widths - 1), np.arange(len(widths))))
-        verify = np.outer(by_load, by_width).ravel()
-        return np.concatenate((verify, drafts, by_load * work.is_ragged, [further]))
+        by_length = _read(lengths, np.interp(row, n * (self.verify_lens - 1), np.arange(len(lengths))))
+        verify = np.outer(by_load, by_length).ravel()
+        return np.concatenate((verify, drafts, by_load * work.is_ragged, [max(work.further, 0)]))
 
     def expected(self, work: Work) -> float:
         """Return the seconds of a cycle."""

@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
+from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     AnyRows,
@@ -28,7 +29,13 @@ from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
 )
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.controller import AdaptiveWidth, Backends, WholeBlocks, plan_lengths
+from sglang_dflash.srt.speculative.width.controller import (
+    AdaptiveLengths,
+    Backends,
+    LengthPlanner,
+    WholeBlocks,
+    plan_lengths,
+)
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -49,23 +56,17 @@ _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
-def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> AdaptiveWidth | WholeBlocks:
+def make_planner(worker: Any, tp_group: Any, metrics: DFlashMetrics) -> LengthPlanner:
     """Choose verify lengths by the server's options: measured and adaptive, or whole blocks.
 
-    `worker` is the `DFlashWorker`, whose runners have their pools, backends and graphs. `has_copies` says
-    whether it proposes copies.
+    `worker` is the `DFlashWorker`, whose runners have their pools, backends and graphs.
     """
     settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
-    if settings is None or (widths := settings.widths(block_size, worker.device)) == (block_size,):
+    if settings is None or (verify_lens := settings.verify_lens(block_size, worker.device)) == (block_size,):
         return WholeBlocks(block_size)
     runner = worker.target_worker.model_runner
-    if getattr(runner.token_to_kv_pool, "post_capture_active", False):
-        logger.info(
-            "DFLASH verifies whole blocks: with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING the KV slots have no "
-            "memory yet when cycles of other lengths would be measured."
-        )
-        return WholeBlocks(block_size)
-    if not serves_own_lengths(runner):
+    if reason := reason_for_whole_blocks(runner):
+        logger.info("DFLASH verifies whole blocks: %s.", reason)
         return WholeBlocks(block_size)
     is_recurrent = mambaish_config(runner.model_config) is not None
     backends: Backends
@@ -73,48 +74,42 @@ def make_width(worker: Any, tp_group: Any, metrics: Any, has_copies: bool) -> Ad
         backends = AnyRows(has_layouts=is_recurrent)
     else:
         backends = RowBackends(runner, block_size)
-    skips_draft = worker.drafter.writes_context_apart
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S[worker.device]
-    costs = _measure(worker, backends, widths, budget)
+    costs = _measure(worker, backends, verify_lens, budget)
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    return AdaptiveWidth(
-        LengthChooser(costs, num_rows, settings.probe_share, skips_draft),
+    return AdaptiveLengths(
+        LengthChooser(costs, num_rows, settings.probe_share, worker.drafter.writes_context_apart),
         backends,
         CycleClock(runner.device),
-        num_rows,
         tp_group,
-        has_copies,
-        get_observability().decode_log_interval,
         metrics,
+        get_observability().decode_log_interval,
     )
 
 
-def serves_own_lengths(runner: Any) -> bool:
-    """Tell whether requests of one batch may verify different numbers of tokens.
+def reason_for_whole_blocks(runner: Any) -> str:
+    """Say why requests of one batch cannot verify different numbers of tokens, if so."""
+    if getattr(runner.token_to_kv_pool, "post_capture_active", False):
+        return (
+            "with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING the KV slots have no memory yet when cycles of other "
+            "lengths would be measured"
+        )
+    backend = full_attention(runner.attn_backend)
+    if not isinstance(backend, TorchNativeSpecAttnBackend) and (
+        reason := reason_for_one_width(runner, backend)
+    ):
+        return reason
+    if mambaish_config(runner.model_config) is not None and not verifies_packed_rows(runner.attn_backend):
+        return "the target's recurrent states are of blocks of one width"
+    return "SGLang applies adapters to blocks of one width" if get_lora().enable_lora else ""
 
-    Logs why not.
-    """
-    reason, backend = None, full_attention(runner.attn_backend)
-    if not isinstance(backend, TorchNativeSpecAttnBackend):
-        reason = reason_for_one_width(runner, backend)
-    is_recurrent = mambaish_config(runner.model_config) is not None
-    if reason is None and is_recurrent and not verifies_packed_rows(runner.attn_backend):
-        reason = "the target's recurrent states are of blocks of one width"
-    if reason is None and get_lora().enable_lora:
-        reason = "SGLang applies adapters to blocks of one width"
-    if reason is not None:
-        logger.info("DFLASH verifies whole blocks: %s.", reason)
-    return reason is None
 
-
-def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: float) -> CostTable:
-    timer, start = _CycleTimer(worker, backends, widths), time.perf_counter()
+def _measure(worker: Any, backends: Backends, verify_lens: tuple[int, ...], budget: float) -> CostTable:
+    timer, start = _CycleTimer(worker, backends, verify_lens), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
-    cycles, widest = [_TimedCycle(width) for width in widths], widths[-1]
-    if widest > 1:
-        cycles.append(_TimedCycle(widest, is_half=True))
+    cycles = [*map(_TimedCycle, verify_lens), _TimedCycle(verify_lens[-1], is_half=True)]
     seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
     measured = len(seconds)
     # A load that was left out begins as the largest one measured, in proportion.
@@ -123,25 +118,31 @@ def _measure(worker: Any, backends: Backends, widths: tuple[int, ...], budget: f
     drafts = np.concatenate((drafts, factors * drafts[-1]))
     tries = np.zeros(len(loads))
     tries[:measured] = KNOWN * is_steady
-    of = dict(zip(cycles, seconds.T, strict=True))
-    drafting = drafts[:, [cycle.width > 1 and not cycle.is_half for cycle in cycles]]
-    draft = drafting.min(axis=1) if drafting.size else np.zeros(len(loads))
-    verify = seconds[:, : len(widths)] - np.where(np.array(widths) > 1, draft[:, None], 0.0)
-    if widths[0] == 1 and not worker.drafter.writes_context_apart:
+    is_drafting = np.array(verify_lens) > 1
+    draft = drafts[:, :-1][:, is_drafting].min(axis=1)
+    verify = seconds[:, :-1] - np.where(is_drafting, draft[:, None], 0.0)
+    if verify_lens[0] == 1 and not worker.drafter.writes_context_apart:
         # The draft's forward writes the context of as many plain cycles as a block has rows.
         verify[:, 0] += draft / worker.block_size
     few = max(n for n in loads[:measured] if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
-    half = of.get(_TimedCycle(widest, is_half=True))
-    sizes = getattr(backends, "sizes", None)  # of graphs keyed by rows
-    padded = sizes is None and bool(captured_sizes(timer.runner))
+    sizes = getattr(backends, "sizes", ())  # of graphs keyed by rows
     costs = CostTable(
-        np.array(loads), np.array(widths), verify, draft, padded, reads, context, sizes, half, tries
+        np.array(loads),
+        np.array(verify_lens),
+        verify,
+        draft,
+        not sizes and bool(captured_sizes(timer.runner)),
+        reads,
+        context,
+        sizes,
+        seconds[:, -1],
+        tries,
     )
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "
         "of drafting for all: %s; us for each further committed token: %.3f; ms of lengths that differ: %s.",
-        list(widths),
+        list(verify_lens),
         loads[:measured],
         time.perf_counter() - start,
         (1e3 * verify[:measured]).round(2).tolist(),
@@ -174,15 +175,15 @@ class _DraftClock(CycleClock, CycleObserver):
 class _TimedCycle(NamedTuple):
     """A cycle to time, by the slots that its requests verify."""
 
-    width: int
+    verify_len: int
     is_half: bool = False  # whether every other request verifies nothing
 
 
 class _CycleTimer:
     """Times the worker's cycles. n: requests. context: committed tokens of each."""
 
-    def __init__(self, worker: Any, backends: Backends, widths: tuple[int, ...]):
-        self._worker, self._backends, self._widths = worker, backends, widths
+    def __init__(self, worker: Any, backends: Backends, verify_lens: tuple[int, ...]):
+        self._worker, self._backends, self._verify_lens = worker, backends, verify_lens
         self.runner = worker.target_worker.model_runner
 
     def feasible_context(self, wanted: int) -> int:
@@ -238,15 +239,15 @@ class _CycleTimer:
         """Return the seconds that a committed token beyond `context` adds to a verify.
 
         0 if contexts can hardly be longer. Attention reads a context once, however many rows query
-        it, and a cycle that drafts also reads the draft's. So all widths are measured together: at one width
-        and moment, memory time says little if other processes use it.
+        it, and a cycle that drafts also reads the draft's. So all lengths are measured together: at one
+        length and moment, memory time says little if other processes use it.
         """
         longer = self.feasible_context(_MANY_TOKENS[self._worker.device] // n)
         if longer < 2 * context:
             return 0.0
         deadline = time.perf_counter() + budget
-        added: list[float] = []  # seconds of all widths together
-        cycles = [_TimedCycle(width) for width in self._widths]
+        added: list[float] = []  # seconds of all verify lengths together
+        cycles = [*map(_TimedCycle, self._verify_lens)]
         with self._own_kv_slots(n, longer):
             for _ in range(_REPEATS):
                 short, long = (self._time_cycles(cycles, n, length)[0].sum() for length in (context, longer))
@@ -255,7 +256,7 @@ class _CycleTimer:
                     break
         draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
         draft_share = draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
-        reads = len(self._widths) + draft_share * sum(width > 1 for width in self._widths)
+        reads = len(cycles) + draft_share * sum(cycle.verify_len > 1 for cycle in cycles)
         return max(float(np.median(added)), 0.0) / (n * (longer - context)) / reads
 
     @torch.no_grad()
@@ -263,12 +264,12 @@ class _CycleTimer:
         """Return the seconds of each cycle, and of its draft. [2, cycles]
 
         The last, which is one of the widest, comes first: what a narrow cycle leaves to the next costs that
-        one least. The first cycle of a width is not timed: it may have to run what the previous one left, and
-        finds memory laid out for another width.
+        one least. The first cycle of a length is not timed: it may have to run what the previous one left,
+        and finds memory laid out for another length.
         """
         seconds = []
-        for width, is_half in reversed(cycles):
-            lengths = np.full(n, width - 1)
+        for verify_len, is_half in reversed(cycles):
+            lengths = np.full(n, verify_len - 1)
             if is_half:
                 lengths[1::2] = 0
             plan = plan_lengths(self._backends, lengths, np.zeros(n, dtype=bool))
@@ -297,9 +298,9 @@ def _seconds_overlapped(
     worker.observers = []
     if worker.device == "cuda":
         torch.cuda.synchronize()
-    [cycles], drafts = clock.finished(), draft_clock.finished()
-    of_drafts = sum(timing.seconds for timing in drafts)
-    return cycles.seconds / len(batches[1:]), of_drafts / len(batches[1:])
+    [(_, of_cycles)] = clock.finished()
+    of_drafts = sum(seconds for _, seconds in draft_clock.finished())
+    return of_cycles / len(batches[1:]), of_drafts / len(batches[1:])
 
 
 def make_batch(worker: Any, num_requests: int, context: int, **sampling: Any) -> ScheduleBatch:
@@ -323,6 +324,7 @@ def make_batch(worker: Any, num_requests: int, context: int, **sampling: Any) ->
         device=runner.device,
         req_to_token_pool=runner.req_to_token_pool,
         req_pool_indices=torch.arange(num_requests, device=runner.device),
+        req_pool_indices_cpu=torch.arange(num_requests),
         seq_lens=on_device,
         seq_lens_cpu=lengths,
         multimodal_inputs=[None] * num_requests,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS, Work
+from sglang_dflash.srt.speculative.cycle.plan import Work
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
 
 # Numbers of requests to draft for, as shares of all.
@@ -52,9 +52,8 @@ def choose_lengths(
     num_free = int(is_free.sum())
     sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
     all_may = int((prefix_accept_prob > 0).all(axis=0).sum())  # s falls along a request
-    widths = np.arange(1, all_may + 2)
-    width, tokens_of_all, seconds_of_all = choose_width(
-        prefix_accept_prob, widths, verify, float(draft[n - num_free])
+    verify_len, tokens_of_all, seconds_of_all = choose_equal_length(
+        prefix_accept_prob, np.arange(1, all_may + 2), verify, float(draft[n - num_free])
     )
     worth = prefix_accept_prob.sum(axis=1) + np.where(is_free, max_draft_tokens, 0)
     rank = np.empty(n, dtype=int)
@@ -64,13 +63,13 @@ def choose_lengths(
     seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + ragged_overhead
     row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
     if tokens[row, last] * seconds_of_all <= tokens_of_all * seconds[row, last] * (1 + 1e-9):
-        return np.full(n, width - 1), tokens_of_all, seconds_of_all
+        return np.full(n, verify_len - 1), tokens_of_all, seconds_of_all
     lengths = np.bincount(request[: last + 1][taken[row, : last + 1]], minlength=n)
     return lengths, float(tokens[row, last]), float(seconds[row, last])
 
 
-def choose_width(
-    prefix_accept_prob: np.ndarray, widths: np.ndarray, verify: np.ndarray, draft: float
+def choose_equal_length(
+    prefix_accept_prob: np.ndarray, verify_lens: np.ndarray, verify: np.ndarray, draft: float
 ) -> tuple[int, float, float]:
     """Choose one number of slots for all requests, the anchor included.
 
@@ -78,18 +77,18 @@ def choose_width(
 
     Args:
         prefix_accept_prob: s_ik. [n, K]
-        widths: candidates, ascending. [W]
+        verify_lens: candidates, ascending. [W]
         verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
         draft: seconds of drafting for all.
 
     Returns:
-        The width; tokens that the cycle is expected to commit; its seconds.
+        The verify length; tokens that the cycle is expected to commit; its seconds.
     """
     n = len(prefix_accept_prob)
-    tokens = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[widths - 1]
-    seconds = verify[n * (widths - 1)] + np.where(widths > 1, draft, 0.0)
+    tokens = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[verify_lens - 1]
+    seconds = verify[n * (verify_lens - 1)] + np.where(verify_lens > 1, draft, 0.0)
     best = int(np.argmax(tokens / seconds))
-    return int(widths[best]), float(tokens[best]), float(seconds[best])
+    return int(verify_lens[best]), float(tokens[best]), float(seconds[best])
 
 
 # A decision holds for so many cycles of an unchanged batch, if no copies come and go.
@@ -105,11 +104,14 @@ class Choice(NamedTuple):
     seconds: float
 
 
+_UNDECIDED = Choice(np.zeros(0, dtype=int), np.zeros(0, dtype=bool), 0.0, 0.0)
+
+
 class LengthChooser:
     """Chooses verify lengths from costs and from what was accepted.
 
     Args:
-        costs: of a cycle. Its widths are the candidates, and the largest is the most a request verifies.
+        costs: of a cycle. Its verify lengths are the candidates; the largest is the most a request verifies.
         num_rows: of the request table.
         probe_share: share of the time that probes may cost.
         skips_draft: whether a copy may be verified without running the draft.
@@ -121,20 +123,12 @@ class LengthChooser:
         num_probes: blocks or cycles that were verified to learn.
     """
 
-    def __init__(
-        self,
-        costs: CostTable,
-        num_rows: int,
-        probe_share: float = 0.005,
-        skips_draft: bool = True,
-    ):
-        self.costs, self.max_draft_tokens = costs, int(costs.widths[-1]) - 1
-        self.drafts, self.copies = (
-            AcceptanceEstimate(num_rows, self.max_draft_tokens),
-            CopyEstimate(self.max_draft_tokens),
-        )
-        self._num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
-        self._held: tuple[Any, Choice] | None = None  # the latest choice, and what it was for
+    def __init__(self, costs: CostTable, num_rows: int, probe_share: float = 0.005, skips_draft: bool = True):
+        self.costs, self.max_draft_tokens = costs, int(costs.verify_lens[-1]) - 1
+        self.drafts = AcceptanceEstimate(num_rows, self.max_draft_tokens)
+        self.copies = CopyEstimate(self.max_draft_tokens)
+        self.num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
+        self._held: tuple[Any, Choice] = (), _UNDECIDED  # what the latest choice was for, and that choice
         self._held_for = self._turn = self.num_probes = 0
         self._credit = 0.0  # seconds that probes may cost
 
@@ -143,9 +137,9 @@ class LengthChooser:
         key: Any,
         rows: np.ndarray,
         modes: np.ndarray,
-        num_tokens: int | None = None,
-        matches: np.ndarray | None = None,
-        caps: np.ndarray = NO_CAPS,
+        further: int,
+        matches: np.ndarray,
+        caps: np.ndarray,
     ) -> Choice:
         """Return the held choice, a new one, or a probe.
 
@@ -153,45 +147,39 @@ class LengthChooser:
             key: of the batch. A decision holds while it is the same.
             rows: of the request table. [n]
             modes: of `MODES`. [n]
-            num_tokens: committed tokens of all requests; None: as many as costs were measured with.
-            matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. None: there are no
-                copies. [n]
+            further: committed tokens of all requests beyond those that costs were measured with.
+            matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
-        has_matches = matches is not None and bool((matches >= RULE.shortest).any())
-        for_what = key, caps.tolist()
+        has_matches, for_what = bool((matches >= RULE.shortest).any()), (key, caps.tolist())
         self._held_for += 1
-        if has_matches or self._held is None or self._held_for >= _HOLD or self._held[0] != for_what:
-            costs = self.seconds(len(rows), num_tokens)
-            choice = self._decide(rows, modes, costs, matches, caps)
-            self._held = None if has_matches else (for_what, choice)
-            self._credit += self._probe_share * self._held_for * choice.seconds
-            self._held_for = 0
-            choice = self._probe(choice, rows, num_tokens, caps)
-        else:
-            choice = self._held[1]
-        return choice
+        if not has_matches and self._held_for < _HOLD and self._held[0] == for_what:
+            return self._held[1]
+        caps = np.minimum(caps, self.max_draft_tokens)
+        choice = self._decide(rows, modes, self.seconds(len(rows), further), matches, caps)
+        self._held = () if has_matches else for_what, choice
+        self._credit += self._probe_share * self._held_for * choice.seconds
+        self._held_for = 0
+        return self._probe(choice, rows, further, caps)
 
-    def seconds(self, num_requests: int, num_tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def seconds(self, num_requests: int, further: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
-        return self.costs.verify(num_requests, num_tokens), self.costs.draft(num_requests)
+        return self.costs.verify(num_requests, further), self.costs.draft(num_requests)
 
     def _decide(
         self,
         rows: np.ndarray,
         modes: np.ndarray,
         costs: tuple[np.ndarray, np.ndarray],
-        matches: np.ndarray | None,
+        matches: np.ndarray,
         caps: np.ndarray,
     ) -> Choice:
         (verify, draft), n = costs, len(rows)
-        prefix_accept_prob, copies = self.drafts.prefix_accept_probs(rows, modes), np.zeros(n, dtype=bool)
-        copied = np.zeros_like(prefix_accept_prob)
-        if matches is not None:
-            copied = self.copies.prefix_accept_probs(modes, matches)
-        beyond = np.arange(self.max_draft_tokens) >= caps[..., None]
-        prefix_accept_prob, copied = np.where(beyond, 0.0, prefix_accept_prob), np.where(beyond, 0.0, copied)
-        if matches is not None:
+        is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
+        prefix_accept_prob = np.where(is_allowed, self.drafts.prefix_accept_probs(rows, modes), 0.0)
+        copies = np.zeros(n, dtype=bool)
+        if matches.any():
+            copied = np.where(is_allowed, self.copies.prefix_accept_probs(modes, matches), 0.0)
             # What the draft of a request costs, in tokens of a cycle at this price.
             price = draft[-1] / verify[0] if self._skips_draft else 0.0
             worth, drafted = copied.sum(axis=1), prefix_accept_prob.sum(axis=1)
@@ -202,26 +190,26 @@ class LengthChooser:
         lengths, tokens, seconds = choose_lengths(prefix_accept_prob, is_free, verify, draft, ragged_overhead)
         return Choice(lengths, copies & (lengths > 0), tokens, seconds)
 
-    def work(self, choice: Choice, num_tokens: int | None = None) -> Work:
-        """Return what a cycle of this choice does, with these committed tokens of all requests."""
+    def work(self, choice: Choice, further: int = 0) -> Work:
+        """Return what a cycle of this choice does, with so many further committed tokens."""
         lengths, is_drafted = choice.lengths, choice.lengths > 0
         if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies
         is_ragged = bool((lengths != lengths[0]).any())
-        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_ragged, num_tokens)
+        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_ragged, further)
 
-    def _probe(self, choice: Choice, rows: np.ndarray, num_tokens: int | None, caps: np.ndarray) -> Choice:
+    def _probe(self, choice: Choice, rows: np.ndarray, further: int, most: np.ndarray) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
 
         While their costs are not known, that is the narrowest cycle or the widest one. Later the narrowest
         takes turns with a whole block of one more request, as far as `probe_share` of the time pays.
+        Requests verify at most `most` drafted tokens. [n]
         """
         n = len(rows)
-        most = np.minimum(np.full(n, self.max_draft_tokens), caps)
         is_short = (choice.lengths < most) & ~choice.copies
-        narrowest = np.minimum(most, self.costs.widths[0] - 1)
+        narrowest = np.minimum(most, self.costs.verify_lens[0] - 1)
         widest = np.where(is_short, most, choice.lengths)
-        distance = np.where(is_short, (rows - self._turn) % self._num_rows, self._num_rows)
+        distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
         kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, widest)]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
@@ -234,7 +222,7 @@ class LengthChooser:
             probe = kinds[1]._replace(lengths=wider)
         if not self._probe_share or (probe.lengths == choice.lengths).all():
             return choice
-        seconds = self.costs.expected(self.work(probe, num_tokens))
+        seconds = self.costs.expected(self.work(probe, further))
         tokens = n if probe is kinds[0] else choice.tokens  # at least
         price = 0.0 if is_new else max(seconds - choice.seconds * tokens / choice.tokens, 0.0)
         self._credit = min(self._credit, max(price, 3 * choice.seconds))

@@ -74,7 +74,7 @@ class AdaptiveSettings:
         known = ", ".join(field.name for field in dataclasses.fields(cls))
         raise ValueError(f"{'; '.join(found)}. A JSON object is expected, with any of {known}.")
 
-    def widths(self, block_size: int, device: str) -> tuple[int, ...]:
+    def verify_lens(self, block_size: int, device: str) -> tuple[int, ...]:
         """Return the slots to verify on the server's device, the anchor included, ascending.
 
         Raises:
