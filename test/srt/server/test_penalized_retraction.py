@@ -35,5 +35,5 @@ def test_penalties_after_a_retraction(servers):
     expected = roomy.generate_many(long, len(long))
     tight = servers.get(*PLAIN_FLOAT32, *dflash_arguments(), "--max-total-tokens", "2048")
     answers = tight.generate_many(long, len(long))
-    assert "etract" in tight.log(), "nothing was retracted"
+    assert any(answer["meta_info"]["num_retractions"] for answer in answers)
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in expected]

@@ -20,8 +20,8 @@ from gpu import checks, measure, page, parts, run, servers, state, trace
 from gpu.limit import TimeLimit
 from gpu.measure import GPU_SIZES, REHEARSAL_SIZES, Round, Session
 from gpu.parts import FIRST, Part, Step, list_of_parts
-from gpu.servers import ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION, ServerSpec
-from gpu.shapes import PAIRS, QWEN3_8_27B
+from gpu.servers import ADAPTIVE_DFLASH, BUILT_IN_DFLASH, DFLASH, NO_SPECULATION, VARIANTS, ServerSpec
+from gpu.shapes import PAIRS, QWEN3_8_27B, shrunk
 from serving import ROOT
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
@@ -81,6 +81,48 @@ EVERY = {part.name: part for part in list_of_parts(GPU_SIZES)}
 def test_no_part_is_dropped_and_the_most_valuable_are_first(sizes):
     found = [f"{part.name}: {' '.join(step.name for step in part.steps)}" for part in list_of_parts(sizes)]
     assert found == LIST.split("\n")[1:-1]
+
+
+def test_the_list_tells_what_two_calls_start():
+    lines = run.table(list(EVERY.values())).splitlines()
+    marks = {line[25:]: (line[9:11].strip(), line[17:19].strip()) for line in lines[1:-1]}
+    assert marks.keys() == EVERY.keys()
+    assert marks["speed/fa3/qwen3-8b/built-in"] == ("x", "x")  # the four that decide, in 12 minutes
+    assert marks["smoke/dflash2-sampled"] == marks["speed/fa3/qwen3.8-27b/ours"] == ("x", "")
+    in_all, long, short, *_ = map(float, lines[-1].split()[:3])
+    assert short <= 12 * 60 < long <= 28 * 60 < in_all
+
+
+def options(part: Part) -> dict[str, str]:
+    words = part.spec.arguments
+    return {word: words[at + 1] for at, word in enumerate(words[:-1]) if word.startswith("--")}
+
+
+def test_servers_differ_only_in_what_is_compared():
+    for backend in ("fa3", "flashinfer"):
+        ours, none, adaptive, built_in = (EVERY[f"speed/{backend}/qwen3-8b/{name}"].spec for name in VARIANTS)
+        assert ours.arguments == built_in.arguments == adaptive.arguments[:-1]
+        assert adaptive.arguments[-1] == "--speculative-adaptive"
+        assert ours.arguments[: len(none.arguments)] == none.arguments
+        assert ours.environment | {"SGLANG_PLUGINS": "none"} == built_in.environment
+        assert ours.environment["SGLANG_SIMULATE_ACC_LEN"] == "6.5"
+        assert none.environment == adaptive.environment == {"SGLANG_PLUGINS": "dflash"}
+
+
+def test_only_a_users_server_has_no_flags():
+    """Its prefill graphs and its warm-up are SGLang's; the others have a share of memory each."""
+    plain = {
+        name for name, part in EVERY.items() if part.spec and "--mem-fraction-static" not in options(part)
+    }
+    assert plain == {"target/tiny-qwen3-code", "target/tiny-qwen3_5-code", "smoke/default-flags"}
+    default = EVERY["smoke/default-flags"]
+    assert list(options(default)) == [
+        *("--model-path", "--speculative-algorithm", "--speculative-draft-model-path"),
+    ]
+    assert not any(default.spec.environment.values()) and default.spec.is_ours
+    assert options(EVERY["speed/fa3/qwen3.8-27b/ours"])["--mem-fraction-static"] == "0.9"
+    smokes = [part for name, part in EVERY.items() if name.startswith("smoke/")]
+    assert {part.needs for part in smokes} <= {name for part in EVERY.values() for name in part.figures()}
 
 
 class Parser(argparse.ArgumentParser):
@@ -162,6 +204,15 @@ def test_the_hybrid_shape_has_the_published_size(tmp_path):
     tensors = read_draft_config(hf_config, "draft").required_tensors(hf_config)
     parameters = sum(torch.empty(shape, device="meta").numel() for shape in tensors.values())
     assert parameters / 1e9 == pytest.approx(1.92, abs=0.01)
+
+
+def test_a_rehearsal_has_small_models_of_the_same_kind():
+    for pair in PAIRS:
+        small = shrunk(pair)
+        assert type(small.target) is type(pair.target)
+        assert small.target_config == pair.target_config and small.dflash_config == pair.dflash_config
+        assert small.target.hidden_size == small.draft.hidden_size < 100
+        assert max(small.target_layer_ids) < small.target.num_hidden_layers - 1
 
 
 class Counting:
@@ -252,6 +303,12 @@ def test_a_server_that_ends_fails_its_steps_and_no_others(tmp_path, started):
     assert "- `part/b`: ConnectionError: refused" in (tmp_path / "page.md").read_text()
 
 
+def test_figures_of_another_machine_are_not_mixed(tmp_path, started):
+    go_on([part_of({"a": Counting()})], tmp_path)
+    with pytest.raises(state.OtherRun, match="a GPU.*another"):
+        state.Figures(tmp_path, {**SETTING, "machine": "another"})
+
+
 def test_a_part_is_not_started_without_the_time_for_it(tmp_path, started):
     quick, long, later = Counting(), Counting(), Counting()
     every = [
@@ -265,6 +322,13 @@ def test_a_part_is_not_started_without_the_time_for_it(tmp_path, started):
     assert "- not all figures yet: `long`" in (tmp_path / "page.md").read_text()
 
 
+def test_a_part_waits_for_the_figure_that_it_needs(tmp_path, started):
+    needing, needed = Counting(), Counting(fails=True)
+    every = [part_of({"a": needed}, "target"), part_of({"a": needing}, needs="target/a")]
+    status, records = go_on(every, tmp_path)
+    assert status == run.PARTS_ARE_LEFT and not needing.calls and list(records) == ["target/a"]
+
+
 def hang(session):
     session.server.process.wait()  # as the main thread waits for threads that wait for a server
 
@@ -274,6 +338,14 @@ def test_the_time_limit_stops_a_step_with_its_server(tmp_path, started):
     status, records = go_on(every, tmp_path, seconds=2)
     assert status == run.PARTS_ARE_LEFT and list(records) == ["part/quick"]
     assert started[0].process.returncode == -signal.SIGKILL
+
+
+def test_a_part_that_hangs_does_not_take_the_others_time(tmp_path, started, monkeypatch):
+    monkeypatch.setattr(run, "MOST_OF_ESTIMATE", 1)
+    every = [part_of({"hangs": hang}), part_of({"a": Counting()}, "other")]
+    status, records = go_on(every, tmp_path)
+    assert status == run.FAILED and "times its estimate" in records["part/hangs"]["error"]
+    assert "result" in records["other/a"]
 
 
 END = {"finish_reason": {"type": "length"}}
@@ -353,6 +425,12 @@ def test_a_load_is_prefill_then_short_and_long_answers(tmp_path):
     assert problem.startswith("3.0") and "simulates 6.5" in problem
 
 
+def test_a_load_fails_if_fewer_requests_run_than_asked(tmp_path):
+    server, spec = Answering(most=3), EVERY["speed/fa3/qwen3.8-27b/ours"].spec
+    with pytest.raises(RuntimeError, match="3 of 4 requests ran at once"):
+        measure.measure_load(session(server, spec, tmp_path), requests=4)
+
+
 def measured_round(seconds: float, tokens: int, cycles: list[int]) -> Round:
     answers = [{"meta_info": {"completion_tokens": tokens, "spec_verify_ct": count}} for count in cycles]
     return Round.from_answers(answers, seconds)
@@ -374,6 +452,32 @@ def test_slope_leaves_out_what_both_rounds_have():
         measure.slope([(pairs[0][1], pairs[0][0])])
     with pytest.raises(ValueError, match="no more time"):
         measure.slope([(pairs[0][0], measured_round(0.1, 448, [70, 63]))])
+
+
+def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
+    server = Answering()
+    server.said = "illegal memory access"
+    monkeypatch.setattr(measure, "serve", lambda *arguments, **options: contextlib.nullcontext(server))
+    with (
+        pytest.raises(RuntimeError, match="(?s)ConnectionRefusedError.*illegal memory access"),
+        measure.running(STOCK, TimeLimit(None)),
+    ):
+        raise ConnectionRefusedError("no answer")
+    ours = EVERY["smoke/own-lengths"].spec
+    with pytest.raises(RuntimeError, match="not a server of ours"), measure.running(ours, TimeLimit(None)):
+        pass
+
+
+def test_a_difference_is_reported_with_the_targets_gap():
+    expected = [{"ids": [1, 2, 3, 4, 5, 6, 7], "gaps": [0.5, 0.5, 0.125, 0.5, 0.5, 0.5, 0.5]}] * 4
+    answers = [[1, 2, 3, 4, 5, 6, 7], [1, 2, 7, 8, 9], [1, 2, 3], [1, 2, 3, 4, 5]]
+    assert checks.compare(answers, expected) == {
+        "requests": 4,
+        "differences": [
+            {"request": 1, "position": 2, "gap": 0.125},
+            {"request": 2, "position": 3, "gap": None},  # the fourth ends where its context does
+        ],
+    }
 
 
 def drawn(logs: list[float], chosen: int) -> dict:
@@ -425,6 +529,16 @@ def test_answers_are_held_against_the_target_and_the_accept_length(tmp_path, mon
     assert f"{len(asked)} answers differ where the target is near no tie" in problem
 
 
+def test_pytests_report_is_read():
+    output = "..s\nFAILED test_a.py::test_b - assert 1 == 2\nERROR test_a.py::test_c\n"
+    output += "1 failed, 12 passed, 3 skipped"
+    assert checks.read_report(output) == {
+        "passed": 12,
+        "skipped": 3,
+        "problems": ["FAILED test_a.py::test_b - assert 1 == 2", "ERROR test_a.py::test_c"],
+    }
+
+
 def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict:
     args = {} if correlation is None else {"correlation": correlation}
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
@@ -464,6 +578,17 @@ def test_trace_summary():
     assert [(k["name"], k["us"]) for k in summary["kernels"][:2]] == [("gemm", 400), ("attention", 300)]
 
 
+def test_trace_counts_overlapping_work_once_and_needs_the_forward():
+    spans = synthetic_trace(3)
+    for t in (0, 1000, 2000):
+        spans["traceEvents"].append(event("kernel", "other stream", t + 150, 900))
+    summary = trace.summarize(spans, "step[VERIFY bs=4]")
+    assert [summary[key] for key in ("wall_us", "busy_us", "graph_idle_us")] == [1000, 980, 0]
+    assert summary["host_gap_us"] == 20  # from the draft's end to the next cycle
+    with pytest.raises(ValueError, match=r"step\[DRAFT bs=4\]': 6"):
+        trace.summarize(synthetic_trace(6), "step[VERIFY bs=8]")
+
+
 def load(seconds_a_cycle: float, requests: int = 1) -> dict:
     speed = 6.5 * requests / seconds_a_cycle
     return {"cycle_ms": 1e3 * seconds_a_cycle, "tokens_per_second": speed, "prefill_ms": 30.0}
@@ -493,3 +618,20 @@ def test_page_says_what_is_missed_and_where_it_ran():
     one, sixteen = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| 1")]
     assert one[13:16] == ["1.012", "2.353", "0.952 MISSED"] and float(one[16]) > 3
     assert sixteen[13:16] == ["0.950 MISSED", "–", "–"]
+
+
+def test_page_shows_answers_profiles_and_tests():
+    differs = {"requests": 11, "differences": [{"request": 1, "position": 2, "gap": 0.0625}], "problems": []}
+    text = markdown(
+        {
+            "smoke/dflash2-sampled/answers": {**differs, "accept_length": 3.5, "sigmas": 1.25},
+            "profile/fa3/qwen3-8b/ours/profile-4": {
+                "requests": 4,
+                **trace.summarize(synthetic_trace(6), "step[VERIFY bs=4]"),
+            },
+            "tests/test_kernels/run": {"passed": 3, "skipped": 0, "problems": []},
+        }
+    )
+    assert "| dflash2-sampled | 11 | 1 | 0 | 0.0625 | 3.50 | 1.2 |" in text
+    assert "waiting for the host 150 MISSED" in text and "| `gemm` | 1.0 | 400.0 |" in text
+    assert "| test_kernels | 3 | 0 | 0 |" in text
