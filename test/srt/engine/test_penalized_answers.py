@@ -136,3 +136,15 @@ def test_penalties_change_these_answers(jobs, expected):
         want != list(answer.output_ids) for want, answer in zip(expected, answers_of(greedy), strict=True)
     ]
     assert sum(changed) > 0.6 * len(changed)
+
+
+def test_penalties_after_a_retraction(jobs, expected):
+    """Tokens from before a retraction still count."""
+    chosen = [replace(job, step=0) for job in jobs[:16]]
+    needed = sum(len(job.input_ids) + job.max_new_tokens for job in chosen)
+    pool = ("--max-total-tokens", needed // 3)
+    # Told that answers are short, the scheduler admits more than the pool holds.
+    answers = answers_of(chosen, *dflash_arguments(), *pool, SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION="8")
+    assert sum(answer.retractions for answer in answers) > 0, "nothing was retracted"
+    for job, answer, want in zip(chosen, answers, expected):
+        assert list(answer.output_ids[: len(want)]) == want, job

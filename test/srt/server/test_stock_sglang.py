@@ -21,7 +21,9 @@ from types import SimpleNamespace
 
 import torch
 import sglang.srt.runtime_context as context
-context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False)  # no server has set it yet
+# No server has set them yet.
+context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False)
+context.get_lora = lambda: SimpleNamespace(enable_lora=False)
 from sglang.srt.plugins import load_plugins
 load_plugins()
 import sglang.srt.managers.scheduler as scheduler

@@ -17,11 +17,11 @@ from typing import Any
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
+# The tests' folder and its rooms: a test's logit processors are pickled by the name of its file.
+_TESTS = Path(__file__).parents[1]
+_PATHS = [str(_TESTS), *(str(_TESTS / room) for room in ("engine", "server", "long"))]
 # Run as a module of this name, so that what is pickled there is known here.
-_PROGRAM = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r}); "
-    "from support import scheduled; scheduled.main()"
-)
+_PROGRAM = f"import sys; sys.path[:0] = {_PATHS!r}; from support import scheduled; scheduled.main()"
 
 
 @dataclass(frozen=True)

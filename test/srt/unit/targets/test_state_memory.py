@@ -7,6 +7,12 @@ from state_memory import REPLAY, Server, sizes
 from sglang_dflash.srt.speculative.targets.recurrent import StateMemory, cap_message
 
 
+@pytest.fixture(autouse=True)
+def of_a_gpu(monkeypatch):
+    """Resolving a CPU server's arguments in this process has set its states' dtype."""
+    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
+
+
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shapes")

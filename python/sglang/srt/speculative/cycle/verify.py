@@ -40,7 +40,7 @@ def run_target(worker: TpModelWorker, forward_batch: ForwardBatch) -> Generation
 
 
 def _can_replay(runner: Any, forward_batch: ForwardBatch) -> bool:
-    if _is_plain_cycle():
+    if is_plain_cycle():
         return False  # SGLang replays it
     graphs, mode = runner.decode_cuda_graph_runner, forward_batch.forward_mode
     runs_graphs = graphs and (mode.is_cpu_graph() if runner.device == "cpu" else mode.is_cuda_graph())
@@ -48,7 +48,8 @@ def _can_replay(runner: Any, forward_batch: ForwardBatch) -> bool:
 
 
 @functools.cache
-def _is_plain_cycle() -> bool:
+def is_plain_cycle() -> bool:
+    """Tell whether SGLang replays all graphs, as the server's environment asked at its start."""
     return DFlashOptions.PLAIN_CYCLE.get()
 
 
