@@ -1,5 +1,6 @@
 """What drafters share, their part in the verify graphs, and drafting for some requests."""
 
+import abc
 import dataclasses
 import logging
 import weakref
@@ -19,7 +20,7 @@ from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_
 logger = logging.getLogger(__name__)
 
 
-class Drafter:
+class Drafter(abc.ABC):
     """Drafts blocks and keeps the draft's context. The cycle around it is the worker's.
 
     It drives the draft model through a separate SGLang model runner.
@@ -50,14 +51,15 @@ class Drafter:
         self._sampling = DraftSampling.from_environment()
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
+    @abc.abstractmethod
     def attach_pools(self, target_runner: Any) -> None:
         """Allocate what depends on the pools of both runners. Called once, when they exist."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def begin_prefill(self, prompts: Prompts) -> None:
         """Prepare a prefill, before the scheduler may rewrite the request table."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
@@ -69,11 +71,12 @@ class Drafter:
             cache_loc: [n] int64, KV slots.
             next_tokens: [bs] int64, the target's token after each request's last one.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Take in requests that another server has prefilled. Their KV is in both pools."""
 
+    @abc.abstractmethod
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         """Draft a block of at least one token per request.
 
@@ -81,7 +84,6 @@ class Drafter:
             cycle: the blocks to fill.
             sampling_info: SGLang's. If given, tokens are drawn under the requests' parameters.
         """
-        raise NotImplementedError
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """Choose the requests whose blocks the draft's forward runs in a cycle. [bs] bool
@@ -110,6 +112,7 @@ class Drafter:
         """
         return draw_drafts(self._model, hidden, sampling_info, self._sampling)
 
+    @abc.abstractmethod
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
     ) -> None:
@@ -120,8 +123,8 @@ class Drafter:
             positions: [n] int64.
             cache_loc: [n] int64. Blocks that pad a batch name SGLang's padding slot.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         """Write the context of verified blocks.
 
@@ -131,7 +134,6 @@ class Drafter:
                 None: the verify graph has absorbed it.
             accepted: the step's output.
         """
-        raise NotImplementedError
 
 
 class VerifyTail:

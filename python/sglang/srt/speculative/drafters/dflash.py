@@ -13,7 +13,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.prompts import Prompts
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
@@ -83,6 +83,9 @@ class DFlashDrafter(Drafter):
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
     ) -> None:
         self._write(ContextRows(aux_hidden, prompts.positions, cache_loc))
+
+    def admit_prefilled(self, requests: PrefilledRequests) -> None:
+        """Do nothing: the draft keeps no state beside its KV."""
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         self._write_deferred()
