@@ -1,4 +1,4 @@
-"""What drafters share, their part in the verify graphs, and drafting for some requests."""
+"""Base class of drafters, their part in the verify graphs, and drafting for some requests."""
 
 import abc
 import dataclasses
