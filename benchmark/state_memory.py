@@ -21,7 +21,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import torch
 from gpu.shapes import QWEN3_8_27B
 
 CONTEXT_GIB = 0.8
@@ -58,10 +57,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What SGLang gives a server. Sizes are in bytes.
-
-    estimate: the requests that the server's start-up line expects of ReplaySSM, if it has such a line.
-    """
+    """What SGLang gives a server. Sizes are in bytes."""
 
     requests: int
     kv_tokens: int
@@ -69,7 +65,6 @@ class Sizes:
     state_bytes: int
     ring_bytes: int
     kv_bytes_per_token: int
-    estimate: int | None
 
 
 def sizes(server: Server, folder: Path) -> Sizes:
@@ -95,6 +90,8 @@ def _sizes(server: Server, folder: Path) -> Sizes:
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
     from sglang.srt.server_args import prepare_server_args
 
+    from sglang_dflash.srt.doctor.serve import pool_configurator
+
     os.environ["TRITON_INTERPRET"] = "1"  # else ReplaySSM is turned off on a machine without a GPU
     arguments = ["--model-path", str(folder / "target"), "--skip-tokenizer-init", "--dtype", "bfloat16"]
     arguments += ["--load-format", "dummy"]  # there are configs alone
@@ -108,16 +105,10 @@ def _sizes(server: Server, folder: Path) -> Sizes:
     server_args = prepare_server_args(arguments)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     with _pretended(kv_cache_configurator, server):
-        configurator = _configurator(server_args)
+        configurator = pool_configurator(server_args, "cpu")
         config = configurator._resolve_memory_pool_config(GPUS[server.gpu] - CONTEXT_GIB)
         states = configurator.mambaish_config.mamba2_cache_params
         kv_bytes_per_token = create_memory_pool_configurator(configurator)._cell_size
-        estimate = None
-        if server.speculates and not server.is_built_in and not server_args.enable_linear_replayssm_spec:
-            from sglang_dflash.srt.speculative.targets.recurrent import find_state_memory
-
-            memory = find_state_memory(*_runners(configurator, config, kv_bytes_per_token), BLOCK)
-            estimate = memory.running_with_replay()
         return Sizes(
             requests=config.max_running_requests,
             kv_tokens=config.max_total_num_tokens,
@@ -125,20 +116,7 @@ def _sizes(server: Server, folder: Path) -> Sizes:
             state_bytes=states.mamba_cache_per_req,
             ring_bytes=states.replayssm_ring_bytes_per_req(record_len=server_args.linear_replayssm_cache_len),
             kv_bytes_per_token=kv_bytes_per_token,
-            estimate=estimate,
         )
-
-
-def _runners(configurator, config, kv_bytes_per_token):
-    """Return what a target's and a draft's runner would tell of their pools."""
-    kv_bytes = config.max_total_num_tokens * kv_bytes_per_token
-    pools = [SimpleNamespace(get_kv_size_bytes=lambda size=size: (size, 0)) for size in (kv_bytes, 0)]
-    target = SimpleNamespace(
-        kv_cache_configurator=configurator,
-        model_config=configurator.model_config,
-        token_to_kv_pool=pools[0],
-    )
-    return target, SimpleNamespace(token_to_kv_pool=pools[1])
 
 
 @contextlib.contextmanager
@@ -150,52 +128,6 @@ def _pretended(module, server: Server) -> Iterator[None]:
     free = mock.patch.object(module, "get_available_gpu_memory", lambda *_, **__: server.free_gib())
     with free, get_parallel().override(world_group=groups):
         yield
-
-
-def _configurator(server_args):
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
-    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
-        resolve_spec_aux_hidden_state_config,
-    )
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
-    model_config = ModelConfig.from_server_args(server_args)
-    algorithm = SpeculativeAlgorithm.from_string(server_args.speculative_algorithm)
-    layers = model_config.num_hidden_layers
-    return KVCacheConfigurator(
-        device="cpu",
-        gpu_id=0,
-        attn_dp_size=get_parallel().attn_dp_size,
-        pp_size=1,
-        pp_group=None,
-        model=None,
-        model_config=model_config,
-        server_args=server_args,
-        kv_cache_dtype=torch.bfloat16,
-        model_dtype=torch.bfloat16,
-        page_size=1,
-        sliding_window_size=None,
-        spec_algorithm=algorithm,
-        is_draft_worker=False,
-        post_capture_kv_active=False,
-        spec_aux_config=resolve_spec_aux_hidden_state_config(
-            server_args=server_args,
-            model_config=model_config,
-            spec_algorithm=algorithm,
-            is_draft_worker=False,
-        ),
-        is_hybrid_swa=False,
-        is_hybrid_swa_compress=False,
-        use_mla_backend=False,
-        layer_info=ModelLayerInfo(start_layer=0, end_layer=layers, num_effective_layers=layers),
-        forward_stream=None,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=None,
-        memory_pool_config=None,
-    )
 
 
 REPLAY, LAZY = "--enable-linear-replayssm-spec", ("--mamba-radix-cache-strategy", "extra_buffer_lazy")

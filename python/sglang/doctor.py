@@ -22,8 +22,7 @@ from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 
-from sglang_dflash.srt.doctor.inputs import PROMPTS, BadInput, Checkpoint, read_prompts
-from sglang_dflash.srt.doctor.pair import FAULT, Pair
+from sglang_dflash.srt.doctor.pair import FAULT, PROMPTS, BadInput, Checkpoint, Pair, read_prompts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,8 +31,7 @@ from support.servers import PLAIN_FLOAT32
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.doctor import measure
-from sglang_dflash.srt.doctor.inputs import Checkpoint
-from sglang_dflash.srt.doctor.pair import Pair
+from sglang_dflash.srt.doctor.pair import Checkpoint, Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
 
 pytestmark = pytest.mark.server

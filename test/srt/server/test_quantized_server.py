@@ -10,8 +10,7 @@ from support.servers import FLOAT32
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.doctor import measure
-from sglang_dflash.srt.doctor.inputs import Checkpoint
-from sglang_dflash.srt.doctor.pair import Pair
+from sglang_dflash.srt.doctor.pair import Checkpoint, Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
 
 pytestmark = pytest.mark.server

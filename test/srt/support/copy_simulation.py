@@ -19,9 +19,8 @@ from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
-from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
-from sglang_dflash.srt.speculative.width.estimates import CostTable
+from sglang_dflash.srt.speculative.width.estimates import CostTable, CycleClock
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 BLOCK, VOCABULARY, ROWS = 8, 1000, 32

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint, mask_tokens
-from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
+from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Finding, Pair, fault, mask_tokens, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,

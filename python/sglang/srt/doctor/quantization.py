@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang_dflash.srt.doctor.inputs import BadInput
 from sglang_dflash.srt.doctor.measure import Acceptance, Observed, draft_texts, load_draft
-from sglang_dflash.srt.doctor.pair import Finding, Pair, fault, note
+from sglang_dflash.srt.doctor.pair import BadInput, Finding, Pair, fault, note
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, Evidence, Reading, compare
 

@@ -14,9 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.doctor.inputs import Checkpoint
 from sglang_dflash.srt.doctor.measure import Measurement
-from sglang_dflash.srt.doctor.pair import FAULT, Finding, Pair
+from sglang_dflash.srt.doctor.pair import FAULT, Checkpoint, Finding, Pair
 from sglang_dflash.srt.doctor.quantization import COLUMNS, QuantizationCost, table
 from sglang_dflash.srt.doctor.readings import blocks
 

@@ -20,8 +20,7 @@ import torch
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS, Stored
 from sglang_dflash.srt.configs.quantization import find_quantization
-from sglang_dflash.srt.doctor.inputs import BadInput, Checkpoint
-from sglang_dflash.srt.doctor.pair import Pair
+from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.server_info import Implementation
@@ -208,7 +207,7 @@ def _memory(server_args: Any, args: Any, gpu_gib: float | None, log: list[str]) 
             total = get_available_gpu_memory(args.device, 0, empty_cache=False)
         else:
             total = gpu_gib - _CONTEXT_GIB
-        found |= _pools(server_args, total, total - target - draft)
+        found |= _pools(server_args, args, total, total - target - draft)
     except Exception as error:  # files elsewhere, too little memory, a target that SGLang sizes by its model
         log.append(f"More of the memory is not known: {str(error) or type(error).__name__}")
     return found
@@ -237,7 +236,7 @@ def _size(tensor: Stored, float_bytes: int) -> int:
     return math.prod(tensor.shape) * width
 
 
-def _pools(server_args: Any, total_gib: float, free_gib: float) -> dict[str, float]:
+def _pools(server_args: Any, args: Any, total_gib: float, free_gib: float) -> dict[str, float]:
     """Return the sizes of the pools, as SGLang's own code finds them beside the weights."""
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
@@ -251,7 +250,7 @@ def _pools(server_args: Any, total_gib: float, free_gib: float) -> dict[str, flo
         mock.patch.object(kv_cache_configurator, "get_available_gpu_memory", lambda *_, **__: free_gib),
         get_parallel().override(world_group=groups),
     ):
-        configurator = _configurator(server_args)
+        configurator = pool_configurator(server_args, args.device)
         config = configurator._resolve_memory_pool_config(total_gib)
         token = create_memory_pool_configurator(configurator)._cell_size
         found: dict[str, float] = {
@@ -267,7 +266,7 @@ def _pools(server_args: Any, total_gib: float, free_gib: float) -> dict[str, flo
     return found
 
 
-def _configurator(server_args: Any) -> Any:
+def pool_configurator(server_args: Any, device: str) -> Any:
     """Build SGLang's own sizing of pools, without a model."""
     from sglang.srt.arg_groups.model_override_base import resolved_view
     from sglang.srt.configs.model_config import AttentionArch, ModelConfig
@@ -292,7 +291,7 @@ def _configurator(server_args: Any) -> Any:
     )
     role = {"server_args": server_args, "spec_algorithm": algorithm, "is_draft_worker": False}
     return KVCacheConfigurator(
-        device=args.device,
+        device=device,
         gpu_id=0,
         attn_dp_size=get_parallel().attn_dp_size,
         pp_size=1,

@@ -16,15 +16,16 @@ from sglang_dflash.srt.configs.draft_tensors import (
     vocabulary_problems,
 )
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.doctor.inputs import Checkpoint, mask_tokens
 from sglang_dflash.srt.doctor.pair import (
     FETCH_AGAIN,
     OR_OTHER_TARGET,
     OTHER_TARGET,
+    Checkpoint,
     Finding,
     Pair,
     config_advice,
     fault,
+    mask_tokens,
     note,
 )
 

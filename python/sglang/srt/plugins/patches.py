@@ -206,7 +206,7 @@ AT_WORKER = (
         feature=RECURRENT_WIDTH,
         signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
         why="SGLang's verifies as many tokens for each request",
-        build=call_ours("srt.layers.attention.gated_delta_rows.verifying_packed_rows"),
+        build=call_ours("srt.layers.attention.packed_rows.verifying_packed_rows"),
     ),
     Patch(
         target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
@@ -224,7 +224,7 @@ AT_WORKER = (
         feature="stop strings and reasoning tokens as without a draft",
         signature="(self, new_accepted_len)",
         why="of several stops in one block SGLang may take a later one, and it counts reasoning beyond it",
-        build=call_ours("srt.speculative.acceptance.stops.finishing_at_the_first_stop"),
+        build=call_ours("srt.speculative.dflash_utils.finishing_at_the_first_stop"),
     ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",

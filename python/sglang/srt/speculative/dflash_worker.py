@@ -137,7 +137,7 @@ class DFlashWorker(BaseSpecWorker):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_kv_budget(target_runner, self._draft_worker.model_runner)
-        log_if_states_cap_batch(target_runner, self._draft_worker.model_runner, self.block_size)
+        log_if_states_cap_batch(target_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
         end_requests_with_pool_of(target_runner)
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)

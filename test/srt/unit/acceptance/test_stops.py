@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_dflash.srt.speculative.acceptance.stops import finishing_at_the_first_stop
+from sglang_dflash.srt.speculative.dflash_utils import finishing_at_the_first_stop
 
 TEXT = "def of(self):\n    return self.text\n\nclass Next:\n    pass\n"
 THOUGHTS_END = 17

@@ -19,8 +19,7 @@ from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, quantization, static_checks
-from sglang_dflash.srt.doctor.inputs import PROMPTS, BadInput, Checkpoint
-from sglang_dflash.srt.doctor.pair import Pair
+from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.readings import (
     AS_CONFIGURED,

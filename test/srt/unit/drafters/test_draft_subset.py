@@ -17,9 +17,8 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
-from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths
-from sglang_dflash.srt.speculative.width.estimates import CostTable
+from sglang_dflash.srt.speculative.width.estimates import CostTable, CycleClock
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
 BLOCK, ROW = 4, 400

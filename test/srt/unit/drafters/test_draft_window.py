@@ -14,8 +14,7 @@ from support.draft_cases import Case, FakePlan, lm_head
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-from sglang_dflash.srt.speculative.drafters.window import DraftWindow
+from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter, DraftWindow
 
 LENGTHS = [23, 4, 12]
 CAPACITY = 48

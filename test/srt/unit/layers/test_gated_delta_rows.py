@@ -11,7 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
-from sglang_dflash.srt.layers.attention.gated_delta_rows import map_rows, verifying_packed_rows
+from sglang_dflash.srt.layers.attention.packed_rows import map_rows, verifying_packed_rows
 
 BLOCK, HEADS, DIM, WINDOW = 4, 2, 16, 3
 CHANNELS = 3 * HEADS * DIM

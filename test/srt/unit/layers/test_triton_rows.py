@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
+from sglang_dflash.srt.layers.attention.packed_rows import take_layouts, takes_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import GraphLayout, row_sizes, spread_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput

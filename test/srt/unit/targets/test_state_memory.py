@@ -1,10 +1,12 @@
 """Running requests of the published hybrid shape, as SGLang sizes its memory, and our start-up line."""
 
+from types import SimpleNamespace
+
 import pytest
 from gpu.shapes import QWEN3_8_27B
 from state_memory import REPLAY, Server, sizes
 
-from sglang_dflash.srt.speculative.targets.recurrent import StateMemory, cap_message
+from sglang_dflash.srt.speculative.targets import recurrent
 
 
 @pytest.fixture(autouse=True)
@@ -20,21 +22,11 @@ def shapes(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    "server",
-    [
-        pytest.param(Server("H100"), id="H100"),
-        pytest.param(Server("H200"), id="H200", marks=pytest.mark.long),
-        pytest.param(Server("H100", tp_size=2), id="TP-2", marks=pytest.mark.long),
-    ],
-)
-def test_the_start_up_line_names_what_replay_gives(server, shapes):
-    """Both numbers are SGLang's own: sized without the flag and with it."""
+def test_replay_lets_more_requests_run(shapes):
+    """What the start-up line advises, by SGLang's own sizing."""
     flags = ("--max-running-requests", "128")
-    default = sizes(server.with_flags(*flags), shapes)
-    replayed = sizes(server.with_flags(*flags, REPLAY), shapes)
-    assert default.requests < replayed.requests < 128
-    assert default.estimate == replayed.requests
+    default = sizes(Server("H100").with_flags(*flags), shapes)
+    assert default.requests < sizes(Server("H100").with_flags(*flags, REPLAY), shapes).requests < 128
 
 
 def test_a_hybrid_target_on_one_h100_runs_three_requests(shapes):
@@ -45,17 +37,24 @@ def test_a_hybrid_target_on_one_h100_runs_three_requests(shapes):
     assert found.ring_bytes == pytest.approx(25.3e6, rel=0.01)
 
 
-def test_the_line_says_what_to_type():
-    memory = StateMemory(
-        state_bytes=154_000_000,
-        ring_bytes=25_000_000,
-        slots=17,
-        slots_per_request=5,
-        requested=48,
-        block_size=8,
-        kv_bytes=9_900_000_000,
-        state_share=0.9 / 1.9,
-    )
-    said = cap_message(memory)
-    assert "let 3 requests run at once, not 48" in said and "1232 MB" in said
-    assert f"{REPLAY} keeps 25 MB instead of the copies: about 9 requests" in said
+@pytest.mark.parametrize(("requested", "is_said"), [(48, True), (3, False)])
+def test_the_line_says_what_limits_the_requests(requested, is_said, monkeypatch, caplog):
+    """17 slots are three requests of five states each."""
+    states = SimpleNamespace(mamba_cache_per_req=154_000_000)
+    configurator = SimpleNamespace(hybrid_gdn_config=1, attn_dp_size=1, _calculate_mamba_ratio=lambda: 5)
+    runner = SimpleNamespace(kv_cache_configurator=configurator, model_config=None)
+    schedule = SimpleNamespace(max_running_requests=requested, max_mamba_cache_size=17)
+    settings = {
+        "mambaish_config": lambda _: SimpleNamespace(mamba2_cache_params=states),
+        "get_schedule": lambda: schedule,
+        "get_server_args": lambda: SimpleNamespace(max_mamba_cache_size=None),
+        "get_disagg": lambda: SimpleNamespace(disaggregation_mode="null"),
+        "get_exec": lambda: SimpleNamespace(mamba=SimpleNamespace(enable_linear_replayssm_spec=False)),
+    }
+    for name, value in settings.items():
+        monkeypatch.setattr(recurrent, name, value)
+    recurrent.log_if_states_cap_batch(runner, block_size=8)
+    assert (
+        "let 3 requests run at once, not 48. A request holds 5 states of 154 MB" in caplog.text
+    ) == is_said
+    assert (REPLAY in caplog.text) == is_said

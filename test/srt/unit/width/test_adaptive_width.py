@@ -23,9 +23,8 @@ from sglang_dflash.srt.speculative.cycle.plan import (
 )
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
-from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
-from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable
+from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable, CycleClock
 from sglang_dflash.srt.speculative.width.measure import _seconds_overlapped, make_planner
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings

@@ -1,4 +1,4 @@
-"""Request table of a draft with a window (`srt/speculative/drafters/window.py`)."""
+"""Request table of a draft with a window (`srt/speculative/drafters/dflash.py`)."""
 
 import torch
 import triton

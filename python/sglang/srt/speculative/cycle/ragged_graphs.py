@@ -16,7 +16,7 @@ import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
-from sglang_dflash.srt.layers.attention.triton_rows import take_layouts, takes_rows
+from sglang_dflash.srt.layers.attention.packed_rows import take_layouts, takes_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 

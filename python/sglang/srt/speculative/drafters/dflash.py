@@ -3,12 +3,15 @@
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates
+from sglang_dflash.kernels.ops.speculative.window import prepare_window
+from sglang_dflash.srt.configs.unsupported import PAGED_BACKENDS
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
@@ -18,7 +21,6 @@ from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
-from sglang_dflash.srt.speculative.drafters.window import DraftWindow
 
 # Cycles without drafts whose context is written together. On a CPU one row takes as many operators as fifty.
 # On a GPU each write reads the weights of keys and values.
@@ -31,6 +33,56 @@ class ContextRows(NamedTuple):
     aux_hidden: torch.Tensor  # [n, num_aux * hidden]
     positions: torch.Tensor  # [n] int64
     cache_loc: torch.Tensor  # [n] int64
+
+
+class DraftWindow:
+    """The draft's window: the last `size` committed tokens.
+
+    The flag is `--speculative-draft-window-size`. Paged backends read up to a page more. The draft reads
+    through its own request table, rewritten before each block, over the KV slots it shares with the target.
+    Nothing before the window is read. Keys keep the positions they were rotated at.
+    """
+
+    def __init__(
+        self, size: int, target_runner: Any, draft_runner: Any, attention_backend: str, num_draft_rows: int
+    ):
+        self._size = size
+        # Whole pages are read, as many as fit between the window's ends, so the window begins with a page.
+        self._page = target_runner.page_size if attention_backend in PAGED_BACKENDS else 1
+        self._source = target_runner.req_to_token_pool.req_to_token
+        self._table = draft_runner.req_to_token_pool.req_to_token
+        self._translator = draft_runner.kv_index_translator
+        self._num_draft_rows = num_draft_rows
+        # A window longer than the context is the whole of it.
+        self._longest = min(size + self._page - 1, self._table.shape[1] - num_draft_rows)
+
+    def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
+        """Prepare the read of a cycle's blocks.
+
+        Returns:
+            Committed tokens to read [bs] int64; the same on the host [bs]; the plan of the block's slots.
+            The host's are upper bounds. They exceed the others by the cycle's spread at most, unless windows
+            start at page boundaries.
+        """
+        # As many columns for every request: past its block a row holds entries that nobody reads.
+        columns = self._longest + self._num_draft_rows
+        seq_lens = prepare_window(
+            cycle.committed,
+            cycle.req_pool_indices,
+            self._source,
+            self._table,
+            self._size,
+            self._page,
+            columns,
+        )
+        committed_host = cycle.committed_host.clamp(max=self._longest)
+        plan = cycle.kv_loc_plan.reads_from(
+            self._translator,
+            seq_lens=seq_lens,
+            seq_lens_cpu=committed_host + self._num_draft_rows,
+            read_extent=self._num_draft_rows,
+        )
+        return seq_lens, committed_host, plan
 
 
 class DFlashDrafter(Drafter):

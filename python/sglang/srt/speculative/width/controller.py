@@ -20,8 +20,7 @@ from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, CyclePlan, Pro
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, table_rows
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
-from sglang_dflash.srt.speculative.width.clock import CycleClock
-from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH
+from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH, CycleClock
 from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
 
 logger = logging.getLogger(__name__)

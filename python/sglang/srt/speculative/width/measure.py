@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
-from sglang_dflash.srt.layers.attention.gated_delta_rows import verifies_packed_rows
+from sglang_dflash.srt.layers.attention.packed_rows import verifies_packed_rows
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
@@ -28,7 +28,6 @@ from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     reason_for_one_width,
 )
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.width.clock import CycleClock
 from sglang_dflash.srt.speculative.width.controller import (
     AdaptiveLengths,
     Backends,
@@ -36,7 +35,7 @@ from sglang_dflash.srt.speculative.width.controller import (
     WholeBlocks,
     plan_lengths,
 )
-from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
+from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable, CycleClock
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
