@@ -121,7 +121,7 @@ def _examine(args: argparse.Namespace) -> int:
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     pair = Pair(target, draft)
     found = static_checks.findings(pair)
-    say(report.heading(pair), end="\n\n")
+    say(report.heading(pair, found), end="\n\n")
     for finding in found:
         say(finding)
     measured = cost = None

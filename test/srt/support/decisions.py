@@ -26,7 +26,7 @@ def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
 
 
 def _named(name: str) -> Callable[..., Decision]:
-    rule = getattr(rejection, name)
+    rule = rejection.RULES[name]
 
     def run(block: Any, target_probs: Any, *args: Any, rows: VerifyLayout | None = None) -> Decision:
         """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `rows`."""
@@ -37,8 +37,9 @@ def _named(name: str) -> Callable[..., Decision]:
     return run
 
 
-accept_by_rejection = _named("accept_by_rejection")
-accept_by_block_verification = _named("accept_by_block_verification")
+RULES = {name: _named(name) for name in rejection.RULES}
+accept_by_rejection = RULES["rejection"]
+accept_by_block_verification = RULES["block verification"]
 
 
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> Decision:

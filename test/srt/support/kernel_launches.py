@@ -151,7 +151,7 @@ def launch_selector_walk(draws: bool, bs=4, width=16):
     selector_walk.walk_triton(found, anchors, books, books, draw if draws else None)
 
 
-def launch_rejection(block_verification: bool, is_ragged: bool, bs=4, width=16):
+def launch_rejection(rule: str, is_ragged: bool, bs=4, width=16):
     ids, tokens = (
         torch.zeros(bs, width - 1, 128, dtype=torch.int64),
         torch.zeros(bs, width, dtype=torch.int64),
@@ -159,7 +159,7 @@ def launch_rejection(block_verification: bool, is_ragged: bool, bs=4, width=16):
     starts = tokens[:, 0].contiguous()
     rejection.walk_blocks_triton(
         *(tokens, torch.zeros(bs, width, 1000), ids, ids.float(), torch.zeros(bs, width - 1)),
-        block_verification,
+        rule,
         *((starts, starts.int()) if is_ragged else ()),
     )
 
@@ -173,10 +173,10 @@ CONTEXT_KV = {
     "dim 80, e5m2 pool": (80, E5M2, False),
 }
 REJECTION = {
-    "by token": (False, False),
-    "by block": (True, False),
-    "by token, own lengths": (False, True),
-    "by block, own lengths": (True, True),
+    "by token": ("rejection", False),
+    "by block": ("block verification", False),
+    "by token, own lengths": ("rejection", True),
+    "by block, own lengths": ("block verification", True),
 }
 CASES = {
     "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),

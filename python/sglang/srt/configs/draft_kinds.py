@@ -237,6 +237,7 @@ def check_draft_fits_target(
 ) -> None:
     """Raise DraftConfigError unless the draft can read this target's states.
 
+    `load_and_check_configs` calls it in the launcher, before any weights are loaded, and the doctor does.
     `architectures` are the target's.
     """
     problems = []
@@ -256,8 +257,8 @@ def check_draft_fits_target(
         problems.append(f"target_layer_ids {listed_ids(ids)} leave the target's {depth} layers")
     elif max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
         problems.append(
-            f"target_layer_ids {listed_ids(ids)} name the last layer: SGLang captures a layer's output at "
-            "the input of the next one, and the last layer has none"
+            f"target_layer_ids {listed_ids(ids)} name the last layer: "
+            "SGLang captures a layer's output at the input of the next one, and the last layer has none"
         )
     if problems:
         raise DraftConfigError(checkpoint, problems)

@@ -22,19 +22,21 @@ from sglang_dflash.srt.doctor.readings import blocks
 _NO_XML = re.compile("[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def heading(pair: Pair) -> str:
+def heading(pair: Pair, found: Sequence[Finding]) -> str:
     """Describe the target, the draft and who serves them, in three lines."""
     text = pair.text_config
     kind = "/".join(pair.target.config.get("architectures") or ("of unknown architecture",))
     size = f"{text.num_hidden_layers} layers, hidden size {text.hidden_size}, {text.vocab_size} tokens"
     draft = describe_draft(pair)
     lines = f"target  {pair.target.name}: {kind}, {size}", f"draft   {pair.draft.name}: {draft}"
-    return "\n".join((*lines, f"served by {implementation(pair.draft)}"))
+    return "\n".join((*lines, f"served by {implementation(pair.draft, found)}"))
 
 
-def implementation(draft: Checkpoint) -> str:
-    """Name the implementation that serves a draft, and why it is not ours."""
+def implementation(draft: Checkpoint, faults: Sequence[Finding]) -> str:
+    """Name the implementation that serves a draft with these faults, and why it is not ours."""
     found = checkpoint_findings(draft.config, str(draft.folder))
+    if not found and any(fault.is_fatal for fault in faults):
+        return "nobody: a fault ends the start"
     if not found:
         return "sglang-dflash, if no flag or device says otherwise"
     reasons = "; ".join(finding.what for finding in found)
@@ -98,7 +100,7 @@ def as_json(
         "target": pair.target.name,
         "draft": pair.draft.name,
         "draft_config": describe_draft(pair),
-        "served_by": implementation(pair.draft),
+        "served_by": implementation(pair.draft, found),
         "num_faults": sum(finding.level == FAULT for finding in found),
         "findings": [asdict(finding) for finding in found],
         "measured": None,

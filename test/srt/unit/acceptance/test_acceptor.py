@@ -16,8 +16,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
 from sglang_dflash.srt.speculative.acceptance.acceptor import SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
+    RULES,
     rejection_rule,
 )
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
@@ -70,7 +69,7 @@ class Rule:
         return torch.full((len(block),), 2, dtype=torch.int32), block + 100
 
 
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
     block, rows = drawn_evenly(64), whole_blocks(64, WIDTH)
@@ -101,14 +100,14 @@ def test_arguments_of_the_rule(monkeypatch):
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_the_rule_is_the_servers_choice(by_blocks):
     spec = SimpleNamespace(speculative_use_block_verification=by_blocks)
-    assert rejection_rule(spec) is (accept_by_block_verification if by_blocks else accept_by_rejection)
+    assert rejection_rule(spec) is RULES["block verification" if by_blocks else "rejection"]
 
 
 def test_which_batches_are_drawn():
     """Seeded draws are the target's alone, and rules for drawn blocks know no caps."""
     fallbacks = []
     metrics = SimpleNamespace(count_fallback=lambda reason, blocks: fallbacks.append((reason, blocks)))
-    acceptor = make_acceptor(rule=accept_by_rejection, metrics=metrics)
+    acceptor = make_acceptor(rule=RULES["rejection"], metrics=metrics)
     seeded = sampling_info(GREEDY, SAMPLED, seeds=[1, 2])
     assert acceptor.draws_drafts(sampling_info(GREEDY, SAMPLED))
     assert not acceptor.draws_drafts(sampling_info(GREEDY, GREEDY))
@@ -122,7 +121,7 @@ def test_which_batches_are_drawn():
 def test_only_drawn_tokens_are_sent_to_other_ranks():
     """All ranks draft the same argmax."""
     block, sync = drawn_evenly(2), OneRank()
-    acceptor = make_acceptor(sync=sync, rule=accept_by_rejection)
+    acceptor = make_acceptor(sync=sync, rule=RULES["rejection"])
     acceptor.broadcast_drafts(DraftBlock(block.tokens))
     assert not sync.sent
     acceptor.broadcast_drafts(block)
@@ -176,7 +175,7 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monk
 def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
     block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
     logits = torch.randn(2 * WIDTH, VOCABULARY)
-    before, acceptor = logits.clone(), make_acceptor(Sampler(), rule=accept_by_rejection)
+    before, acceptor = logits.clone(), make_acceptor(Sampler(), rule=RULES["rejection"])
     batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
     accept(acceptor, batch, cycle_of(rows), block if is_drawn else DraftBlock(block.tokens), logits)
     assert torch.equal(logits, before)
@@ -207,7 +206,7 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
 def test_simulated_blocks_end_no_request(is_drawn):
     """Random weights may give any logits, which would end requests as broken."""
     simulated = SimulatedAcceptance(3.0, "match-expected", real_tokens=True)
-    acceptor = make_acceptor(Sampler(), rule=accept_by_rejection, simulated=simulated)
+    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], simulated=simulated)
     block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
     request = SAMPLED if is_drawn else GREEDY
     accepted = accept(

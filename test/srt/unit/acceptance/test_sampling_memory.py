@@ -9,10 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sglang_dflash.srt.speculative import warm_up
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    accept_by_block_verification,
-    accept_by_rejection,
-)
+from sglang_dflash.srt.speculative.acceptance.rejection import RULES
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
@@ -69,7 +66,7 @@ def draft() -> SimpleNamespace:
     return SimpleNamespace(draft=SimpleNamespace(draft_vocab_size=VOCABULARY), logits=logits, d2t=None)
 
 
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     """Peak memory excludes the verify logits (0.43 GB), which every step has."""
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")

@@ -163,6 +163,7 @@ def test_a_fault_is_named(what, tmp_path, capsys):
             "served by SGLang's built-in DFLASH, on a GPU alone, because use_gemma",
         ),
         ({"dflash_config": {"markov_order": 1}}, "served by nobody: dflash_config.markov_order"),
+        ({"vocab_size": None}, "served by nobody: a fault ends the start"),
         (
             {"quantization_config": {"quant_method": "awq"}},
             "served by SGLang's built-in DFLASH, on a GPU alone, because quant_method 'awq' is not served",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decisions import accept_by_block_verification, accept_by_rejection, accept_matching_prefix
+from support.decisions import RULES, accept_by_rejection, accept_matching_prefix
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -90,7 +90,7 @@ def test_tokens_are_drawn_from_the_declared_distribution(sampling):
     assert torch.allclose(lengths, draft.probs.double(), atol=1e-7)
 
 
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(
     "sampling", [WHOLE, DraftSampling(0.3), DraftSampling(sampled_slots=1), DraftSampling(0.5, 2, 2)]
 )

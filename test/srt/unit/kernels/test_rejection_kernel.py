@@ -11,28 +11,26 @@ from support.triton_interpreter import DEVICE, against_twin
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.rejection import (
+    WALKS,
     draw_final_tokens,
-    walk_by_block_verification,
-    walk_by_rejection,
 )
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
-def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray | None = None) -> None:
+def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None) -> None:
     """Compare whole blocks, or blocks of which each request verifies `lengths` [bs] drafted tokens."""
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
     whole = np.full(len(block), block.shape[1] - 1)
     rows = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
     target_probs = rows.pack(target_probs)
-    twin = walk_by_block_verification if block_verification else walk_by_rejection
-    want = twin(block, target_probs, draft, accept_uniforms, rows)
+    want = WALKS[rule](block, target_probs, draft, accept_uniforms, rows)
     got = kernels.walk_blocks_triton(
         block,
         target_probs,
         draft.ids,
         draft.probs,
         accept_uniforms.contiguous(),
-        block_verification,
+        rule,
         *rows.bounds,
     )
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
@@ -45,19 +43,19 @@ def assert_same_verdict(arguments, block_verification: bool, lengths: np.ndarray
 
 
 @against_twin
-@given(batches(), st.booleans(), st.one_of(st.none(), st.integers(0, 2**31)))
-def test_the_walk_equals_its_twin(arguments, block_verification, seed):
+@given(batches(), st.sampled_from([*WALKS]), st.one_of(st.none(), st.integers(0, 2**31)))
+def test_the_walk_equals_its_twin(arguments, rule, seed):
     block, target_probs, draft, *uniforms = arguments
     draft = DraftProbs(draft.ids.to(DEVICE), draft.probs.to(DEVICE))
     arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
     lengths = None if seed is None else np.random.default_rng(seed).integers(0, block.shape[1], len(block))
-    assert_same_verdict(arguments, block_verification, lengths)
+    assert_same_verdict(arguments, rule, lengths)
 
 
 @against_twin
-@pytest.mark.parametrize("block_verification", [False, True])
+@pytest.mark.parametrize("rule", WALKS)
 @pytest.mark.parametrize("candidates", [1, 128, 1500])
-def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification):
+def test_the_walk_over_long_lists_equals_its_twin(candidates, rule):
     """Compare more than a tile of candidates, with a draft that is often right."""
     torch.manual_seed(candidates)
     bs, width, vocabulary = 16, 8, 2000
@@ -71,9 +69,9 @@ def test_the_walk_over_long_lists_equals_its_twin(candidates, block_verification
     uniforms = torch.rand(bs, width - 1), torch.rand(bs)
     draft = DraftProbs(ids.to(DEVICE), probs.to(DEVICE))
     arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
-    assert_same_verdict(arguments, block_verification)
+    assert_same_verdict(arguments, rule)
     # The last verified slot has no later one, although its block goes on.
-    assert_same_verdict(arguments, block_verification, np.arange(bs) % width)
+    assert_same_verdict(arguments, rule, np.arange(bs) % width)
 
 
 def test_an_empty_batch():
@@ -84,7 +82,7 @@ def test_an_empty_batch():
         torch.zeros(0, 2, 4, dtype=torch.int64),
         torch.zeros(0, 2, 4),
         torch.zeros(0, 2),
-        True,
+        "block verification",
     )
     assert (accept_len.shape, accept_len.dtype) == ((0,), torch.int32)
     assert (weight.shape, weight.dtype) == ((0,), torch.float64)

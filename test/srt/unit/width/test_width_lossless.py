@@ -11,12 +11,7 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
-from support.decisions import (
-    accept_by_block_verification,
-    accept_by_rejection,
-    accept_matching_prefix,
-    decide,
-)
+from support.decisions import RULES, accept_by_rejection, accept_matching_prefix, decide
 from support.draft_probs import one_hot
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
@@ -131,8 +126,8 @@ def p_value(tokens: torch.Tensor) -> float:
 @pytest.mark.parametrize("choose_width", [by_schedule, by_history, by_confidence, by_pooled_rank])
 @pytest.mark.parametrize(
     "accept",
-    [rejection(accept_by_rejection), rejection(accept_by_block_verification), draw_from_target],
-    ids=["rejection", "block verification", "one-hot"],
+    [*map(rejection, RULES.values()), draw_from_target],
+    ids=[*RULES, "one-hot"],
 )
 def test_any_width_known_beforehand_is_lossless(choose_width, accept):
     torch.manual_seed(0)
@@ -158,8 +153,8 @@ def certain(rule):
 
 @pytest.mark.parametrize(
     "accept",
-    [certain(accept_by_rejection), certain(accept_by_block_verification), draw_from_target],
-    ids=["rejection", "block verification", "one-hot"],
+    [*map(certain, RULES.values()), draw_from_target],
+    ids=[*RULES, "one-hot"],
 )
 def test_a_width_by_the_copied_token_is_lossless(accept):
     """The text determines a copy: it is known before anything is drawn."""
@@ -199,7 +194,7 @@ def mixed_sequences(rule, slots: int) -> torch.Tensor:
     return emitted[:, :LENGTH]
 
 
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_block_verification])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_copies_longer_than_a_block_beside_drawn_blocks_are_lossless(rule):
     torch.manual_seed(0)
     p = p_value(mixed_sequences(rule, slots=8))

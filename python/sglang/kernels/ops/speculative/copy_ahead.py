@@ -27,7 +27,7 @@ class CopyRule:
     bundled pair, among the rules in benchmark/results/copy-rules.md.
 
     Attributes:
-        longest: tokens of a match that are searched for.
+        longest: most last tokens of a text that are compared. A copy itself fills its block.
         shortest: least tokens of a match.
         medium: length from which a match is trusted as `trust_medium`.
         long: length from which a match is trusted as 1.

@@ -1,4 +1,4 @@
-"""Accepted lengths in one launch; the twins are the walks in `acceptance/rejection.py`."""
+"""Accepted lengths in one launch; the twins are the WALKS of `acceptance/rejection.py`."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ def walk_blocks_triton(
     draft_ids: torch.Tensor,
     draft_probs: torch.Tensor,
     accept_uniforms: torch.Tensor,
-    block_verification: bool,
+    rule: str,
     starts: torch.Tensor | None = None,
     max_accept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,10 +19,9 @@ def walk_blocks_triton(
 
     One program per request, no host synchronisation. Reads 12 bytes per drafted slot and candidate. Block
     verification reads these twice, and the target's probability of each candidate once. Arguments are
-    contiguous, and as for `accept_drawn` except for two. `starts` [bs] int64 is the row of
-    `target_probs` of each request's anchor, `max_accept` [bs] int32 the verified drafted tokens. If both are
-    None, every request verifies its block. `draft_ids` and `draft_probs` are the fields of
-    `DraftProbs`.
+    contiguous, and as for `accept_drawn` except for two. `starts` [bs] int64 is the row of `target_probs` of
+    each request's anchor, `max_accept` [bs] int32 the verified drafted tokens. If both are None, every
+    request verifies its block. `draft_ids` and `draft_probs` are the fields of `DraftProbs`.
     """
     tensors = block, target_probs, draft_ids, draft_probs, accept_uniforms
     assert all(tensor.is_contiguous() for tensor in tensors)
@@ -30,7 +29,7 @@ def walk_blocks_triton(
     accept_len = block.new_empty((bs,), dtype=torch.int32)
     weight = block.new_empty((bs,), dtype=torch.float64)
     tile = min(triton.next_power_of_2(candidates), 1024)
-    options = dict(BLOCK_VERIFICATION=block_verification, TILE=tile, num_warps=max(1, min(8, tile // 128)))
+    options = dict(RULE=rule, TILE=tile, num_warps=max(1, min(8, tile // 128)))
     if bs:
         walk_blocks_kernel[(bs,)](
             *tensors,
@@ -60,7 +59,7 @@ def walk_blocks_kernel(
     verify_len,
     candidates,
     vocabulary,
-    BLOCK_VERIFICATION: tl.constexpr,
+    RULE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """One program per request, one step per drafted slot."""
@@ -93,7 +92,7 @@ def walk_blocks_kernel(
         draft_ids += candidates
         draft_probs += candidates
         uniform = tl.load(accept_uniforms + length - 1).to(tl.float64)
-        if BLOCK_VERIFICATION:
+        if RULE == "block verification":
             prefix_weight = tl.minimum(prefix_weight * (target / draft), 1)
             shared = tl.full((), 0, tl.float64)
             if length < end - 1:
@@ -107,6 +106,7 @@ def walk_blocks_kernel(
             kept = tl.where(accepted, length, kept)
             kept_weight = tl.where(accepted, prefix_weight, kept_weight)
         else:
+            tl.static_assert(RULE == "rejection")
             going_on &= (uniform * draft < target).to(tl.int32)
             kept += going_on
     request = tl.program_id(0)

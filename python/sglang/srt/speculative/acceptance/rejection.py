@@ -22,7 +22,7 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
 def accept_drawn(
-    walk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+    rule: str,
     block: torch.Tensor,
     target_probs: torch.Tensor,
     draft: DraftProbs,
@@ -36,7 +36,7 @@ def accept_drawn(
     no other request. Neither `target_probs` nor `choose_tokens` makes such probabilities.
 
     Args:
-        walk: the rule. On CUDA its kernel runs in its place.
+        rule: a key of WALKS. On CUDA the kernel runs in the place of the walk.
         block: [bs, B] int64, column 0 the anchor.
         target_probs: [T, V] float32, the target's distribution after each verified slot, normalised. One-hot
             for a greedy request, which is then accepted as by `accept_matching_prefix`.
@@ -53,11 +53,11 @@ def accept_drawn(
             draft.ids,
             draft.probs,
             accept_uniforms.contiguous(),
-            walk is walk_by_block_verification,
+            rule,
             *rows.bounds,
         )
     else:
-        accept_len, weight = walk(block, target_probs, draft, accept_uniforms, rows)
+        accept_len, weight = WALKS[rule](block, target_probs, draft, accept_uniforms, rows)
     return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms, rows)
 
 
@@ -183,17 +183,20 @@ def draw_final_tokens(
     return accept_len, tokens
 
 
-accept_by_rejection = functools.partial(accept_drawn, walk_by_rejection)
-accept_by_block_verification = functools.partial(accept_drawn, walk_by_block_verification)
+Walk = Callable[
+    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, VerifyLayout], tuple[torch.Tensor, torch.Tensor]
+]
 RejectionRule = Callable[
     [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
     tuple[torch.Tensor, torch.Tensor],
 ]
-# A new rule is a walk above, its kernel, and a row here.
-RULES: dict[str, RejectionRule] = {
-    "rejection": accept_by_rejection,
-    "block verification": accept_by_block_verification,
+# A new rule is a walk above, a branch in its kernel, and a row here. After every walk the final token comes
+# from max(0, weight * p - q). If that is not exact for a rule, `draw_final_tokens` changes too.
+WALKS: dict[str, Walk] = {
+    "rejection": walk_by_rejection,
+    "block verification": walk_by_block_verification,
 }
+RULES: dict[str, RejectionRule] = {name: functools.partial(accept_drawn, name) for name in WALKS}
 
 
 def rejection_rule(spec: Any) -> RejectionRule:
