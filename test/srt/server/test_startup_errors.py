@@ -243,7 +243,7 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(target, flags, word, draft, tmp_pa
     assert "Traceback" not in ended.output
 
 
-@pytest.mark.parametrize("name", ["draft: two faults", "relative draft path missing"])
+@pytest.mark.parametrize("name", ["draft: two faults"])
 def test_a_command_line_ends_as_its_fork_does(name, commands):
     """Compare a fork, as used above, with the command that a user types."""
     arguments, words = commands[name]
