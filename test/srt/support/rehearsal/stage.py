@@ -228,9 +228,9 @@ def _fa3():
 
     module.flash_attn_with_kvcache = library.flash_attn_with_kvcache
     module.get_device_capability = lambda *_: (9, 0)
-    from sglang_dflash.srt.speculative.drafters import window
+    from sglang_dflash.srt.speculative.drafters import dflash
 
-    window.PAGED_BACKENDS = ("torch_native",)  # what the arguments call it here
+    dflash.PAGED_BACKENDS = ("torch_native",)  # what the arguments call it here
     return module.FlashAttentionBackend
 
 
