@@ -263,11 +263,13 @@ def profile(session: Session, requests: int) -> dict:
     server, folder = session.server, session.figures.folder.absolute() / "traces"
     folder.mkdir(parents=True, exist_ok=True)
     known = set(folder.glob("*.trace.json.gz"))
-    tokens = 40 * session.sizes.new_tokens[1] if session.sizes.is_rehearsal else PROFILED_TOKENS
+    tokens = 20 * session.sizes.new_tokens[1] if session.sizes.is_rehearsal else PROFILED_TOKENS
     prompts = random_requests(count, session.sizes.context, tokens, seed=2)
     load = threading.Thread(target=_until_aborted, args=(server, prompts), daemon=True)
     load.start()
-    while load.is_alive() and not _all_decoding(server, count):
+    while not _all_decoding(server, count):
+        if not load.is_alive():
+            raise RuntimeError(f"{count} requests have never run at once")
         time.sleep(0.05)
     # Stacks and shapes would slow the host down several times over, and we measure the host.
     options = {"activities": ["CPU", "GPU"], "with_stack": False, "record_shapes": False}
