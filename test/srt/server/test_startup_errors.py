@@ -243,7 +243,10 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(target, flags, word, draft, tmp_pa
     assert "Traceback" not in ended.output
 
 
-@pytest.mark.parametrize("name", ["draft: two faults"])
+@pytest.mark.parametrize(
+    "name",
+    ["draft: two faults", pytest.param("relative draft path missing", marks=pytest.mark.long)],
+)
 def test_a_command_line_ends_as_its_fork_does(name, commands):
     """Compare a fork, as used above, with the command that a user types."""
     arguments, words = commands[name]

@@ -1,4 +1,4 @@
-"""Checks of target, KV budget and graph memory at start-up; shared pools and tables."""
+"""Start-up checks of target, KV budget, graph memory; fences; patches of SGLang's steps."""
 
 import functools
 import inspect

@@ -15,10 +15,7 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
 from sglang_dflash.srt.speculative.acceptance.acceptor import SimulatedAcceptance
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    RULES,
-    rejection_rule,
-)
+from sglang_dflash.srt.speculative.acceptance.rejection import RULES, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks

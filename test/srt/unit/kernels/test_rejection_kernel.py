@@ -10,10 +10,7 @@ from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.rejection import (
-    WALKS,
-    draw_final_tokens,
-)
+from sglang_dflash.srt.speculative.acceptance.rejection import WALKS, draw_final_tokens
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 

@@ -22,11 +22,20 @@ def shapes(tmp_path_factory):
     return folder
 
 
-def test_replay_lets_more_requests_run(shapes):
-    """What the start-up line advises, by SGLang's own sizing."""
+@pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param(Server("H100"), id="H100"),
+        pytest.param(Server("H200"), id="H200", marks=pytest.mark.long),
+        pytest.param(Server("H100", tp_size=2), id="TP-2", marks=pytest.mark.long),
+    ],
+)
+def test_replay_lets_more_requests_run(server, shapes):
+    """What the start-up line advises, by SGLang's own sizing: without the flag and with it."""
     flags = ("--max-running-requests", "128")
-    default = sizes(Server("H100").with_flags(*flags), shapes)
-    assert default.requests < sizes(Server("H100").with_flags(*flags, REPLAY), shapes).requests < 128
+    default = sizes(server.with_flags(*flags), shapes)
+    replayed = sizes(server.with_flags(*flags, REPLAY), shapes)
+    assert default.requests < replayed.requests < 128
 
 
 def test_a_hybrid_target_on_one_h100_runs_three_requests(shapes):
