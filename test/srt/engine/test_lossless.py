@@ -34,7 +34,7 @@ pytestmark = pytest.mark.server
 # Allowed share of different cycles in float32: near ties of the draft may fall either way. Wrong draft KV
 # costs far more.
 NEARLY_SAME = 0.01
-EVERY = 9
+EVERY = 13
 MIXED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
 PAGES = ("--page-size", "16")
 
@@ -50,7 +50,7 @@ class Configuration:
     Attributes:
         name: The name of the test case.
         arguments: SGLang's flags.
-        offset: First prompt. Every ninth one follows, so that the rows together have every prompt.
+        offset: First prompt. Every thirteenth one follows, so that the rows together have every prompt.
         draft: Makes the draft in a folder.
         accept_length: Bounds on tokens per cycle, bonus included.
         is_long: Only with -m long, because another row shows the same.
@@ -100,22 +100,22 @@ CONFIGURATIONS = (
         accept_length=(1.0, 2.0),
     ),
     Configuration("block-1", ("--speculative-num-draft-tokens", "1"), 8, accept_length=(1.0, 1.0)),
-    Configuration("widths-change", (*WIDTHS_CHANGE, *PAGES, *MIXED), 1, accept_length=(1.3, 8.0)),
+    Configuration("widths-change", (*WIDTHS_CHANGE, *PAGES, *MIXED), 9, accept_length=(1.3, 8.0)),
     # engine/test_own_lengths.py has changing lengths of P-EAGLE, with copies.
     Configuration(
         "peagle-widths-change", (*WIDTHS_CHANGE, *MIXED), 2, fixed(PEAGLE_DRAFT), (1.3, 8.0), is_long=True
     ),
-    Configuration("copy-ahead", (*COPIES, *PAGES, *MIXED), 3, accept_length=(2.2, 8.0)),
+    Configuration("copy-ahead", (*COPIES, *PAGES, *MIXED), 10, accept_length=(2.2, 8.0)),
     Configuration(
         "peagle-copy-ahead-widths-change",
         (*COPIES, *WIDTHS_CHANGE, "--chunked-prefill-size", "64"),
-        5,
+        11,
         fixed(PEAGLE_DRAFT),
         (1.3, 8.0),
     ),
     # "always-wrong" accepts as little.
     Configuration("random-draft", (), 7, random_draft, (1.0, 1.3), is_long=True),
-    Configuration("always-wrong", (), 8, always_wrong, (1.0, 1.01)),
+    Configuration("always-wrong", (), 12, always_wrong, (1.0, 1.01)),
 )
 
 

@@ -3,6 +3,7 @@
 In one process: the worker's reservation with SGLang's own tables and allocators, then whole schedulers.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -220,19 +221,27 @@ def test_requests_run_past_the_positions_of_the_draft(tmp_path):
     assert all(sum(answer.accepted) for answer in found), "nothing is drafted"
 
 
+PAIR = [Job(text(200), 400), Job(text(150), 400)]
+
+
+@pytest.fixture(scope="module")
+def pair_alone() -> list[Answer]:
+    """Return the answers of the target alone to PAIR, up to the pool's end."""
+    jobs = [replace(job, max_new_tokens=POOL - len(job.input_ids)) for job in PAIR]
+    return run(["--model-path", TARGET, *FLAGS, "--max-total-tokens", "4000"], [jobs])[0]
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("block", [8, 32])
-def test_an_answer_ends_where_the_pool_does(block):
+def test_an_answer_ends_where_the_pool_does(block, pair_alone):
     """One user's pool is smaller than the context. Two requests together are retracted, and end there too."""
-    jobs = [Job(text(200), 400), Job(text(150), 400)]
-    groups = [[jobs[0]], [jobs[1]], jobs]
-    plain = run(["--model-path", TARGET, *FLAGS, "--max-total-tokens", "4000"], groups)
+    groups = [[PAIR[0]], [PAIR[1]], PAIR]
     found = run([*server("DFLASH", DRAFT, block), *AT_POOL], groups)
-    for group, wanted, answers in zip(groups, plain, found, strict=True):
-        for job, want, answer in zip(group, wanted, answers, strict=True):
-            length = POOL - 2 * (block + 1) - len(job.input_ids)
-            assert len(answer.output_ids) == length and answer.finish_reason == "FINISH_LENGTH"
-            assert answer.output_ids == want.output_ids[:length]
+    answers = [answer for group in found for answer in group]
+    for job, want, answer in zip([*PAIR, *PAIR], [*pair_alone, *pair_alone], answers, strict=True):
+        length = POOL - 2 * (block + 1) - len(job.input_ids)
+        assert len(answer.output_ids) == length and answer.finish_reason == "FINISH_LENGTH"
+        assert answer.output_ids == want.output_ids[:length]
 
 
 @pytest.mark.server

@@ -9,195 +9,52 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 from support.parity import near_tie
+from support.real_answers import jobs_of, shortened, stored_answers
 from support.real_model import (
     CONTEXT_LENGTH,
     TARGET,
     TIE,
     Answers,
-    chat,
-    converse,
     post,
     post_with_margins,
     served_alone,
     served_with_draft,
     stream_chat,
 )
-from tokenizers import Tokenizer
+from support.real_requests import (
+    DATE,
+    DRAWN_CHOICES,
+    ECHOED,
+    EDITS,
+    ENDS,
+    POSTED,
+    SCHEMA,
+    STOP_TOKENS,
+    STREAMED,
+    SYMBOLS,
+    TOOL_CALLS,
+    TOOLS,
+)
 
 pytestmark = pytest.mark.server
 
-PANGRAMS = (
-    "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
-    "How vexingly quick daft zebras jump."
-)
-ECHO = f"Repeat this text exactly, word for word:\n\n{PANGRAMS}"
-ECHOED = PANGRAMS.replace("the lazy", "lazy")  # by this model
-EMOJIS = "Write a short greeting that uses many emojis: 🎉🚀😀"
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 30},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "city": {"type": "string", "maxLength": 30},
-    },
-    "required": ["name", "age", "city"],
-    "additionalProperties": False,
-}
-PERSON = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-DATE, SYMBOLS = r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]", r"(🎉|🚀|é|日本|👩‍🚀|Ω){12}"
-
-CHATS = {
-    "an end": chat("What is the capital of France?"),
-    "a limit": chat("Write a very long story about a ship.", 48),
-    "emojis, cut in the middle of one": chat(EMOJIS),
-    "emojis and accents": chat("Repeat exactly: 🎉🚀 naïve café 日本語 👩‍🚀🇫🇷 Ωμέγα"),
-    "Japanese": chat("Translate to Japanese: good morning, how are you?", 24),
-}
-GRAMMARS = {
-    "a JSON schema": chat("Give me a person as JSON with name, age and city.", 60, response_format=PERSON),
-    "a pattern": chat("Answer with a date.", 30, regex=DATE),
-    "a pattern of emojis": chat("Celebrate!", 60, regex=SYMBOLS),
-}
-
-CITY = {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}}
-NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
-
-
-def tool(name: str, properties: dict, **fields) -> dict:
-    parameters = {"type": "object", "properties": properties, "required": list(properties)}
-    parameters["additionalProperties"] = False
-    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
-
-
-def ask_for_a_call(question: str) -> list[dict]:
-    """Show the model two calls of tools, as its template describes none."""
-    return [
-        {"role": "system", "content": "You answer by calling tools."},
-        {"role": "user", "content": "What is 3 plus 4?"},
-        {
-            "role": "assistant",
-            "content": '<tool_call>{"name":"add", "arguments":{"a": 3, "b": 4}}</tool_call>',
-        },
-        {"role": "user", "content": "What is the weather in Rome?"},
-        {
-            "role": "assistant",
-            "content": '<tool_call>{"name":"get_weather", "arguments":{"city": "Rome", "unit": "celsius"}}'
-            "</tool_call>",
-        },
-        {"role": "user", "content": question},
-    ]
-
-
-TOOLS = [tool("get_weather", CITY), tool("add", NUMBERS)]
-STRICT = [tool("get_weather", CITY, strict=True), tool("add", NUMBERS, strict=True)]
-PARIS, SUM = (
-    ask_for_a_call(question) for question in ("What is the weather in Paris?", "What is 21 plus 17?")
-)
-TOOL_CALLS = {
-    "of the model's own accord": chat(PARIS, 60, tools=TOOLS),
-    "required": chat(SUM, 60, tools=STRICT, tool_choice="required"),
-    "named": chat(SUM, 60, tools=STRICT[1:], tool_choice={"type": "function", "function": {"name": "add"}}),
-}
-
-# Of the echoed text: inside and across tokens and blocks, at the start and at the end.
-STOPS = {
-    "T": [False],
-    "umps o": [False, True],
-    "dog. Pack my": [False],
-    " box with five dozen liquor": [False, True],
-    "daft zebras jump.": [True],
-}
-ENDS = {
-    f"stop string {stop!r}, {'kept' if is_kept else 'cut'}": chat(
-        ECHO, 50, stop=["never written", stop], no_stop_trim=is_kept
-    )
-    for stop, ways in STOPS.items()
-    for is_kept in ways
-} | {
-    "a stop string of half emojis": chat(EMOJIS, stop=["😀🎉"]),
-    "a stop pattern": chat(ECHO, 50, stop_regex="d[a-z]+n"),
-    "end of turn": chat(ECHO, 50),
-    "past the end of turn": chat(ECHO, 40, ignore_eos=True, skip_special_tokens=False),
-    "one token": chat(ECHO, 1),
-    "in mid-block": chat(ECHO, 13),
-}
-STOP_TOKENS = (" fox", "ugs", " ze")
-
-BASKET = """class Basket:
-    def __init__(self, owner):
-        self.owner = owner
-        self.items = []
-
-    def add(self, name, price):
-        self.items.append((name, price))
-
-    def total(self):
-        return sum(price for name, price in self.items)
-"""
-CURIE = (
-    "Marie Curie was born in Warsaw in 1867. She studyed physics in Paris and won two Nobel Prizes, one in "
-    "physics and one in chemistry. She died in France in 1934."
-)
-RENAME = f"Rename the class Basket to Cart. Print the whole code again.\n\n```python\n{BASKET}```"
-EDITS = {
-    "a class is renamed": chat(RENAME, 110),
-    "spelling": chat(f"Fix the spelling and print the text again:\n\n{CURIE}", 60),
-}
-
-COLOURS, THINGS = "red blue green white black".split(), "box lamp chair table clock spoon plate".split()
-STOCK = "\n".join(f"{i}. {COLOURS[i % 5]} {THINGS[i % 7]}, {37 * i % 91 + 5} dollars" for i in range(1, 41))
-TO_THE_LIMIT = chat(f"Print this list again:\n\n{STOCK}", None, ignore_eos=True)
-
-WITH_LOGPROBS = {**chat(RENAME, 24), "logprobs": True, "top_logprobs": 3}
-GREEDY_CHOICES = chat("List three colors.", 16, n=3)
-DRAWN_CHOICES = {**chat("List three colors.", 24, n=4), "temperature": 1.0, "top_k": 5, "logprobs": True}
-
-COUNTRIES = (
-    "France Germany Italy Spain Japan China Egypt Canada Brazil India Greece Norway Sweden Poland Peru Kenya "
-    "Chile Cuba Iran Iraq Ireland Austria Hungary Portugal Turkey Finland Denmark Mexico Russia Australia"
-).split()
-TURNS = [f"What is the capital of {country}?" for country in COUNTRIES]
-
-POSTED = {
-    "to the limit": TO_THE_LIMIT,  # the longest first
-    **CHATS,
-    **GRAMMARS,
-    **TOOL_CALLS,
-    **ENDS,
-    **EDITS,
-    "log probabilities": WITH_LOGPROBS,
-    "choices": GREEDY_CHOICES,
-}
-STREAMED = {**CHATS, **GRAMMARS, **TOOL_CALLS, "log probabilities": WITH_LOGPROBS}
-STREAMED |= {name: request for name, request in ENDS.items() if "emojis" in name or "dozen" in name}
-
-
-def requests_for_stop_tokens() -> dict[str, dict]:
-    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    ids = {text: tokenizer.encode(text).ids for text in STOP_TOKENS}
-    assert all(len(tokens) == 1 for tokens in ids.values()), ids
-    return {f"stop token {text!r}": chat(ECHO, 50, stop_token_ids=ids[text]) for text in STOP_TOKENS}
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """The answers of the model alone."""
+    return stored_answers()
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Answers]:
-    with served_alone() as server:
-        jobs = {name: post_with_margins(r) for name, r in (POSTED | requests_for_stop_tokens()).items()}
-        jobs = {"conversation": converse("You answer in a few words.", TURNS, post_with_margins), **jobs}
-        yield Answers(server, jobs)
-
-
-@pytest.fixture(scope="module")
-def ours(plain) -> Iterator[Answers]:
+def ours() -> Iterator[Answers]:
     with served_with_draft() as server:
-        jobs = {name: post(r) for name, r in (POSTED | requests_for_stop_tokens()).items()}
-        jobs |= {f"streamed: {name}": stream_chat(request) for name, request in STREAMED.items()}
-        jobs = {"conversation": converse("You answer in a few words.", TURNS, post), **jobs}
-        yield Answers(server, jobs | {"drawn": post(DRAWN_CHOICES)})
+        streamed = {f"streamed: {name}": stream_chat(request) for name, request in STREAMED.items()}
+        yield Answers(server, jobs_of() | streamed | {"drawn": post(DRAWN_CHOICES)})
 
 
 def calls(message: dict) -> list[tuple[str, str]]:
@@ -235,6 +92,21 @@ def ends_inside_a_block(choice: dict) -> bool:
     """Tell whether the last cycle kept tokens behind the answer's end. The prefill emits the first token."""
     committed = 1 + sum((kept + 1) * cycles for kept, cycles in enumerate(histogram(choice)))
     return committed > len(choice["response_token_ids"])
+
+
+@pytest.mark.long
+def test_the_stored_answers_are_the_models(plain):
+    with served_alone() as server:
+        live = shortened(Answers(server, jobs_of(post_with_margins)))
+    assert [line["name"] for line in live] == list(plain)
+    for line in live:
+        stored = plain[line["name"]]
+        stored = stored if isinstance(stored, list) else [stored]
+        for got, want in zip(line["answers"], stored, strict=True):
+            assert_same(got, want)
+            for choice, other in zip(got["choices"], want["choices"], strict=True):
+                gaps = [near_tie(other, i) for i in range(len(choice["gaps"]))]
+                assert choice["gaps"] == pytest.approx(gaps, 0.01, TIE)
 
 
 def test_no_answer_rests_on_a_near_tie(plain):
@@ -378,27 +250,22 @@ def test_several_choices(ours):
     assert len(choices) == 3 and len(set(map(str, choices))) == 1
 
 
-def test_drawn_choices_are_among_the_likeliest_tokens(plain, ours):
-    """The target alone scores four samples with a top-k of five."""
+def test_drawn_choices_are_among_the_likeliest_tokens(ours):
+    """Hugging Face's model scores four samples with a top-k of five."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     choices = ours["drawn"]["choices"]
     assert len(choices) == 4 and len({choice["message"]["content"] for choice in choices}) > 1
     for choice in choices:
         prompt, output = choice["prompt_token_ids"], choice["response_token_ids"]
-        scored = plain.server.generate(
-            input_ids=prompt + output,
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-            return_logprob=True,
-            top_logprobs_num=5,
-            logprob_start_len=len(prompt) - 1,
-        )["meta_info"]
-        values = [value for value, *_ in scored["input_token_logprobs"][-len(output) :]]
-        for place, (value, tops, reported) in enumerate(
-            zip(
-                values,
-                scored["input_top_logprobs"][-len(output) :],
-                choice["logprobs"]["content"],
-                strict=True,
-            )
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(dim=-1)
+        values = logprobs.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
+        fifth = logprobs.topk(5).values[:, -1].tolist()
+        for place, (value, least, reported) in enumerate(
+            zip(values, fifth, choice["logprobs"]["content"], strict=True)
         ):
-            assert value > tops[-1][0] - TIE, f"{reported} at {place} is none of the target's {tops}"
+            assert value > least - TIE, f"{reported} at {place} is none of the target's five best"
             assert math.isclose(reported["logprob"], value, rel_tol=0, abs_tol=TIE), place

@@ -85,7 +85,7 @@ def server(request, servers) -> Server:
 def prompts() -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     texts = [p["text"] for p in heldout_prompts() if 5 <= p["num_tokens"] <= 120]
-    return [tokenizer.encode(text).ids for text in texts[::2][:64]]
+    return [tokenizer.encode(text).ids for text in texts[::2][:40]]
 
 
 @pytest.fixture(scope="module")

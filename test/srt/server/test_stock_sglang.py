@@ -190,23 +190,12 @@ def test_the_engine_example_runs_our_worker(reference, servers, tmp_path):
     requests = _requests()
     file = tmp_path / "requests.jsonl"
     file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    command = [
-        sys.executable,
-        ROOT / "examples" / "offline_engine.py",
-        "--model-path",
-        TARGET,
-        "--draft",
-        DRAFT,
-    ]
-    done = subprocess.run(
-        [*command, "--requests", file, "--dtype", "float32"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **COUNTED},
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    example = ROOT / "examples" / "offline_engine.py"
+    program = f"import runpy; runpy.run_path({str(example)!r}, run_name='__main__')"
+    pair = "--model-path", TARGET, "--draft", DRAFT
+    done = run_to_end("-c", program, *pair, "--requests", file, "--dtype", "float32", environment=COUNTED)
+    assert done.code == 0, done.output[-4000:]
+    answers = [json.loads(line) for line in done.output.splitlines() if line.startswith("{")]
     assert_same(requests, answers, reference.answers(requests))
     assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
 

@@ -10,11 +10,8 @@ from sglang_dflash.srt.speculative.drafters import copies
 from sglang_dflash.srt.speculative.width.estimates import CostTable
 
 
-class Watch(CycleObserver):
-    """Compares texts after each cycle, and skips drafts as on a GPU.
-
-    It decides by what is known a cycle or two late. path: file for the outcomes.
-    """
+class Outcomes(CycleObserver):
+    """Writes what became of copied and drafted tokens to a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -23,12 +20,23 @@ class Watch(CycleObserver):
         """Register in the scheduler's process."""
         self.worker = scheduler.draft_worker
         self.worker.observers.append(self)
-        self.worker.copies.knows_matches_on_host = False
-        copies.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
 
     def on_begun(self, batch):
         """Write the outcomes of the cycles known so far."""
         self.path.write_text(json.dumps(self.worker.copy_report))
+
+
+class Watch(Outcomes):
+    """Compares texts after each cycle, and skips drafts as on a GPU.
+
+    It decides by what is known a cycle or two late.
+    """
+
+    def __call__(self, scheduler) -> None:
+        """Register in the scheduler's process."""
+        super().__call__(scheduler)
+        self.worker.copies.knows_matches_on_host = False
+        copies.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
 
     def on_committed(self, batch, cycle, aux_hidden, accepted):
         """Compare the texts."""

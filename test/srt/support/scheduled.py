@@ -134,6 +134,7 @@ def serve(
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     configure_scheduler_process(server_args, 0)
     scheduler = Scheduler(server_args, ports)
+    scheduler.idle_sleeper = None  # it waits a second for messages that never come here
     driver = _Driver(scheduler, groups)
     scheduler.ipc_channels.send_to_detokenizer.send_output = lambda *_: None
     scheduler.output_streamer.send_to_detokenizer.send_output = driver.note_output
@@ -191,7 +192,7 @@ class _Driver:
         from sglang.srt.managers.io_struct import AbortReq
 
         due = [i for i in self.waiting if self.jobs[i].step <= self.step]
-        self.waiting = [i for i in self.waiting if i not in due]
+        self.waiting = [i for i in self.waiting if self.jobs[i].step > self.step]
         self.step += 1
         for i in due:
             self.scheduler.process_input_requests([self._tokenized(i)])

@@ -13,7 +13,7 @@ FALSE_ALARM = 1e-6
 VOCABULARY = 8
 LENGTH = 8  # the prefill gives the first token, verified blocks the others
 SAMPLES = 3200  # per prompt
-SAMPLES_PER_REQUEST = 32
+SAMPLES_PER_REQUEST = 32  # of a server
 PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
 SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
 PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
@@ -38,7 +38,8 @@ def sequence_probs(model, prompt: tuple[int, ...]) -> Probs:
     return probs
 
 
-def sample(server, prompt: tuple[int, ...], samples: int) -> Counter:
+def sampled_by(server, prompt: tuple[int, ...], samples: int) -> Counter:
+    """Count the sequences that a server samples."""
     requests = [{"input_ids": list(prompt), "sampling_params": {**SAMPLING, "n": SAMPLES_PER_REQUEST}}]
     answers = server.generate_many(requests * (samples // SAMPLES_PER_REQUEST), concurrency=8)
     answers = list(itertools.chain.from_iterable(answers))
@@ -47,12 +48,11 @@ def sample(server, prompt: tuple[int, ...], samples: int) -> Counter:
     return Counter(tuple(answer["output_ids"]) for answer in answers)
 
 
-def p_value(server, expected: dict[tuple[int, ...], Probs], samples: int = SAMPLES) -> float:
-    """Return the p-value of a server's counts of sequences against `expected`."""
+def p_value(counted: dict[tuple[int, ...], Counter], expected: dict[tuple[int, ...], Probs]) -> float:
+    """Return the p-value of the counts of sequences after each prompt against `expected`."""
     statistic = freedom = 0.0
-    for prompt, probs in expected.items():
-        counts = sample(server, prompt, samples)
-        assert counts.total() == samples
+    for prompt, counts in counted.items():
+        samples, probs = counts.total(), expected[prompt]
         impossible = counts.keys() - probs.keys()
         assert not impossible, f"after {prompt!r}, tokens that the sampler excludes: {list(impossible)[:3]}"
         cells = pooled([(counts[sequence], prob * samples) for sequence, prob in probs.items()])

@@ -1,21 +1,26 @@
 """Whole sampled sequences have the target's probabilities, by a chi-square test.
 
 Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be
-computed. The server then samples more than 50,000 tokens, and its sequences are counted.
-test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
+computed. A scheduler then samples more than 50,000 tokens, and the sequences are counted.
+server/test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
 
 Target and drafts are random and have a vocabulary of eight tokens, so that random drafts are often right. The
-probabilities come from Hugging Face's model. A right server fails once in 1 / FALSE_ALARM runs. A server that
+probabilities come from Hugging Face's model. A right sampler fails once in 1 / FALSE_ALARM runs. One that
 misstates its draft's probabilities must fail.
 """
 
+import json
 import shutil
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from serving import TARGET, WHOLE_BLOCKS, dflash_arguments
+from support.copy_watch import Outcomes
 from support.families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
+from support.scheduled import Answer, Job, run
 from support.sequence_probs import (
     FALSE_ALARM,
     LENGTH,
@@ -32,18 +37,12 @@ from support.servers import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
 
 pytestmark = pytest.mark.server
 
-SERVER = (
+FLAGS = (
     *PLAIN_FLOAT32,
-    "--random-seed",
-    "7",
-    "--max-total-tokens",
-    "16384",
-    "--max-running-requests",
-    "256",
-    "--skip-server-warmup",
+    *("--random-seed", "7", "--max-total-tokens", "16384", "--max-running-requests", "256"),
 )
 
-# name -> draft, and the server's other flags
+# name -> draft, and the other flags
 DRAFTING = {
     "one-hot": ("dflash", (WHOLE_BLOCKS,)),
     "probabilistic": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS)),
@@ -81,16 +80,24 @@ def test_rare_sequences_are_counted_together():
     assert pooled([(1, 3.0), (2, 2.0), (9, 20.0), (0, 4.0)]) == [(3, 9.0), (9, 20.0)]
 
 
-def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]):
+def sample(
+    checkpoints: Path, drafting: str, prompts: Sequence[tuple[int, ...]], *patches: str, prepare=None
+) -> dict[tuple[int, ...], Counter]:
+    """Return how often each sequence was sampled after each prompt."""
     draft, flags = DRAFTING[drafting]
-    arguments = (
-        "--model-path",
-        checkpoints / "target",
-        *SERVER,
-        *dflash_arguments(checkpoints / draft),
-        *flags,
-    )
-    return servers.get(*arguments, environment=environment)
+    pair = "--model-path", checkpoints / "target", *dflash_arguments(checkpoints / draft)
+    job = {"max_new_tokens": LENGTH, "sampling": {"temperature": 1.0, "top_k": 2}}
+    groups = [[Job(prompt, **job) for _ in range(SAMPLES)] for prompt in prompts]
+    environment = UNCOUNTED | patched(*patches)
+    answers = run([*pair, *FLAGS, *flags], groups, environment=environment, prepare=prepare)
+    assert_drafts_are_kept(sum(answers, []))
+    counts = [Counter(answer.output_ids for answer in group) for group in answers]
+    return dict(zip(prompts, counts, strict=True))
+
+
+def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
+    cycles = sum(len(answer.accepted) for answer in answers)
+    assert LENGTH * len(answers) > 1.2 * cycles, "the test shows little: hardly a drafted token was accepted"
 
 
 # "probabilistic" is a part of the rows in which widths change, or tokens are copied.
@@ -98,24 +105,23 @@ def start(servers, checkpoints: Path, drafting: str, environment: dict[str, str]
     "drafting",
     [pytest.param(d, marks=[pytest.mark.long] * (d == "probabilistic")) for d in DRAFTING],
 )
-def test_sequences_have_the_targets_probabilities(drafting, servers, checkpoints, expected):
+def test_sequences_have_the_targets_probabilities(drafting, checkpoints, expected, tmp_path):
+    copies = "copy ahead" in drafting
     # Without this patch texts of eight tokens would have too few matches.
-    eager = patched("eager_copies") if "copy ahead" in drafting else {}
-    server = start(servers, checkpoints, drafting, UNCOUNTED | eager)
-    found = p_value(server, expected)
+    eager = ["eager_copies"] if copies else []
+    outcomes = Outcomes(tmp_path / "outcomes") if copies else None
+    found = p_value(sample(checkpoints, drafting, PROMPTS, *eager, prepare=outcomes), expected)
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
-    if "copy ahead" in drafting:
-        [state] = server.get("/server_info")["internal_states"]
-        kept = state["speculative_copy_ahead"]["accepted_tokens"]
+    if copies:
+        kept = json.loads(outcomes.path.read_text())["accepted_tokens"]
         assert min(kept["copy"], kept["draft"]) > 500, f"shows little of copies beside drafts: {kept}"
 
 
-def test_misdeclared_draft_probabilities_are_noticed(servers, checkpoints, expected):
+def test_misdeclared_draft_probabilities_are_noticed(checkpoints, expected):
     """Negative control: drafted tokens come from another distribution than declared.
 
     One prompt is enough to notice.
     """
-    server = start(servers, checkpoints, "probabilistic", UNCOUNTED | patched("misdeclared_draft"))
-    found = p_value(server, {PROMPTS[0]: expected[PROMPTS[0]]})
-    assert "server patch: misdeclared_draft" in server.log()
+    counted = sample(checkpoints, "probabilistic", PROMPTS[:1], "misdeclared_draft")
+    found = p_value(counted, expected)
     assert found < FALSE_ALARM, f"a draft that lies about its probabilities passes, p = {found:.2g}"
