@@ -13,7 +13,7 @@ from support.engine import start
 from support.weight_updates import Pair, tensors_of
 from torch import nn
 
-from sglang_dflash.srt.hardware_backend.cpu import packing, speedups
+from sglang_dflash.srt.hardware_backend.cpu import dense_forward, packing, speedups
 from sglang_dflash.srt.hardware_backend.cpu.packing import is_packed, pack, plain_weight
 
 pytestmark = pytest.mark.skipif(
@@ -171,6 +171,23 @@ def test_context_weights_follow_an_update_of_the_draft(pair):
     assert pair.send(new, "draft")[0]
     rows = new[name].shape[0]
     assert torch.equal(pair.draft._kv_weight[:rows], new[name])
+
+
+def test_the_dense_forward_wants_packed_layers_and_follows_their_norms(pair):
+    """Another update writes into the norm's weight, as the loader does."""
+    model = pair.target.model
+    assert dense_forward.install(pair.target)
+    norm = model.layers[2].input_layernorm
+    x = torch.randn(3, norm.weight.numel()).bfloat16()
+    ours = model.forward.args[1][2].input_norm
+    for scale in (1.0, 1.5):
+        update = {"model.layers.2.input_layernorm.weight": norm.weight.data * scale}
+        assert pair.send(update, "target")[0]
+        torch.testing.assert_close(ours.apply(x), norm.forward_native(x), rtol=2**-7, atol=1e-4)
+    DefaultModelLoader.restore_weights_before_loading(pair.target, torch.device("cpu"))
+    del model.forward
+    assert not dense_forward.install(pair.target)
+    assert "forward" not in vars(model)
 
 
 def test_a_refused_update_leaves_the_packed_weights(pair):

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,6 +61,7 @@ class _Segment:
         window_slots: `slots` in the pool of window layers.
         counts: [bs] int64, queries of each request. A request with fewer than `width` repeats its last one.
             None: all have `width`.
+        span: `slots`, as a slice if one request's slots lie side by side. Nothing is copied then.
     """
 
     rows: slice | torch.Tensor
@@ -69,7 +70,14 @@ class _Segment:
     lengths: torch.Tensor
     window_slots: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    span: slice | torch.Tensor = field(init=False)
     _masks: dict[tuple[_Visibility, int], torch.Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.span = self.slots
+        if self.bs == 1 and bool((self.slots.diff() == 1).all()):
+            first = int(self.slots[0])
+            self.span = slice(first, first + self.longest)
 
     @property
     def bs(self) -> int:
@@ -247,29 +255,30 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         """
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """Attend as `forward_extend` does."""
         if layer.is_cross_attention or forward_batch.encoder_lens is not None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks)
+        return self.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
 
-    def _forward(self, q, k, v, layer, forward_batch, save_kv_cache, sinks) -> torch.Tensor:
+    def attend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None) -> torch.Tensor:
+        """Attend as `forward_extend` does, in any mode, without cross attention."""
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc), k, v)
+            self._write(k, v, layer, forward_batch)
         q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
         keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
         keeps_window = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
         outputs = []
         for segment in self._segments:
-            slots = cast(torch.Tensor, segment.window_slots) if keeps_window else segment.slots
+            slots = cast(torch.Tensor, segment.window_slots) if keeps_window else segment.span
             attended = self._attend(
                 segment,
                 q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
-                _gather(keys, slots, segment.bs, q.dtype),
-                _gather(values, slots, segment.bs, q.dtype),
+                _gather(keys, slots, segment, q.dtype),
+                _gather(values, slots, segment, q.dtype),
                 layer,
                 sinks,
             )
@@ -281,6 +290,16 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         for rows, attended in outputs:
             output[rows] = attended
         return output.flatten(1)
+
+    def _write(self, k, v, layer, forward_batch) -> None:
+        """Write K and V into the pool: in two operators if its rows are slots of the same dtype."""
+        pool, slots = self.token_to_kv_pool, forward_batch.out_cache_loc
+        if type(pool) is MHATokenToKVPool and k.dtype == pool.store_dtype and not pool.use_hnd:
+            index = layer.layer_id - pool.start_layer
+            pool.k_buffer[index].index_copy_(0, slots, k)
+            pool.v_buffer[index].index_copy_(0, slots, v)
+        else:
+            pool.set_kv_buffer(layer, KVWriteLoc(slots, self.swa_out_cache_loc), k, v)
 
     @staticmethod
     def _attend(segment: _Segment, q, keys, values, layer, sinks) -> torch.Tensor:
@@ -353,8 +372,10 @@ def _softmax(
     return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1].to(dtype)
 
 
-def _gather(buffer: torch.Tensor, slots: torch.Tensor, bs: int, dtype: torch.dtype) -> torch.Tensor:
+def _gather(
+    buffer: torch.Tensor, slots: slice | torch.Tensor, segment: _Segment, dtype: torch.dtype
+) -> torch.Tensor:
     """Gather pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
     # index_select copies whole rows; indexing with a tensor is several times slower on a CPU.
-    rows = buffer.index_select(0, slots).to(dtype)
-    return rows.view(bs, -1, *buffer.shape[1:]).transpose(1, 2)
+    rows = buffer[slots] if isinstance(slots, slice) else buffer.index_select(0, slots)
+    return rows.to(dtype).view(segment.bs, -1, *buffer.shape[1:]).transpose(1, 2)
