@@ -90,9 +90,9 @@ def register() -> None:
 
 def register_in_front_end() -> None:
     """Register parsers that take a chunk of many tokens, and the application of HTTP workers."""
-    from sglang_dflash.srt.parser import piecewise
+    from sglang_dflash.srt.plugins import tool_parsers
 
-    piecewise.register()
+    tool_parsers.register()
     os.environ.setdefault(HTTP_WORKERS, "sglang_dflash.srt.plugins.http_workers:app")
 
 

@@ -164,7 +164,7 @@ AT_FRONT_END = (
         feature="streamed calls that a request requires",
         signature="(self, new_text, tools)",
         why="SGLang 0.5.22 loses arguments if one chunk holds several steps of a required call",
-        build=call_ours("srt.parser.piecewise.json_arrays_in_pieces"),
+        build=call_ours("srt.plugins.tool_parsers.json_arrays_in_pieces"),
     ),
 )
 

@@ -14,7 +14,7 @@ from support.servers import run_to_end
 from support.tool_formats import REASONING_FRAMES, TEXT_FRAMES, TOOL_FORMATS, TemplateTokenizer
 from tokenizers import Tokenizer
 
-from sglang_dflash.srt.parser import piecewise
+from sglang_dflash.srt.plugins import tool_parsers
 
 CHUNKS = (1, 8, 32, 128)
 WEATHER = ("get_weather", {"city": "Paris, near the Seine", "unit": "celsius"})
@@ -40,8 +40,8 @@ def reading_pieces(monkeypatch):
     """Make SGLang's parsers those of a server with DFLASH."""
     for parser, registry in ((FunctionCallParser, "ToolCallParserEnum"), (ReasoningParser, "DetectorMap")):
         monkeypatch.setattr(parser, registry, dict(getattr(parser, registry)))
-    piecewise.register()
-    monkeypatch.setattr(JsonArrayParser, "parse_streaming_increment", piecewise.json_arrays_in_pieces())
+    tool_parsers.register()
+    monkeypatch.setattr(JsonArrayParser, "parse_streaming_increment", tool_parsers.json_arrays_in_pieces())
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_arguments_in_a_row_are_one_item():
 @given(st.text('ab <>/|_\n"{é▁你', max_size=40), st.integers(1, 9))
 def test_no_text_is_lost(text, size):
     """Every text comes back whole: its pieces, and the chunks of an answer that ends anywhere."""
-    assert "".join(piecewise.pieces_of(text)) == text
+    assert "".join(tool_parsers.pieces_of(text)) == text
     parser = ReasoningParser("mimo", force_reasoning=True)
     chunks = [text[at : at + size] for at in range(0, len(text), size)]
     parsed = [*map(parser.parse_stream_chunk, chunks), parser.parse_stream_end()]
@@ -159,8 +159,8 @@ def test_a_detector_reads_pieces_once():
     """A second server in the process changes nothing, and SGLang still knows the detector."""
     from sglang.srt.function_call.qwen25_detector import Qwen25Detector
 
-    piecewise.register()
-    assert type(tool_parser("qwen").detector) is piecewise.piecewise(Qwen25Detector)
+    tool_parsers.register()
+    assert type(tool_parser("qwen").detector) is tool_parsers.piecewise(Qwen25Detector)
 
 
 WORKER = """

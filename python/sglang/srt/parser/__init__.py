@@ -1,1 +1,0 @@
-"""Parsers of answers that arrive several tokens at a time."""
