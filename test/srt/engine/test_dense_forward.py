@@ -23,6 +23,7 @@ pytestmark = [
 ]
 
 ROUNDING = 0.06
+PROMPT = tuple(range(9, 60))
 FLAGS = "--dtype", "bfloat16", "--max-total-tokens", "4096", "--skip-tokenizer-init"
 
 
@@ -52,6 +53,22 @@ class Both:
         for one, other in zip(found, wanted, strict=True):
             difference = float((one.float() - other.float()).norm() / other.float().norm())
             self.differences[mode] = max(difference, self.differences.get(mode, 0))
+        self.path.write_text(json.dumps(self.differences))
+
+
+class Errors(Both):
+    """Compares both with Hugging Face's model in float32, at the first prompt."""
+
+    def compare(self, mode: str, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+        if self.differences:
+            return
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+        with torch.no_grad():
+            exact = model.model(torch.tensor([PROMPT])).last_hidden_state[0]
+        for name, [hidden] in (("ours", found), ("SGLang's", wanted)):
+            self.differences[name] = float((hidden.float() - exact).norm() / exact.norm())
         self.path.write_text(json.dumps(self.differences))
 
 
@@ -100,3 +117,14 @@ def test_without_a_draft(tmp_path):
     differences = json.loads((tmp_path / "found").read_text())
     assert differences.keys() == {"EXTEND", "DECODE"}
     assert all(0 < difference < ROUNDING for difference in differences.values()), differences
+
+
+def test_it_rounds_less_than_sglangs(tmp_path):
+    run(
+        ["--model-path", TARGET, *FLAGS],
+        [[Job(PROMPT, 2)]],
+        environment={"SGLANG_DFLASH_CPU_LAYERS": "1"},
+        prepare=Errors(tmp_path / "found"),
+    )
+    errors = json.loads((tmp_path / "found").read_text())
+    assert 0 < errors["ours"] < 0.9 * errors["SGLang's"], errors

@@ -6,6 +6,7 @@ kernels or attention. Attention runs over all rows of a forward with a mask. Tes
 `speculators` library's own logits, and DFlash2 with the tests' reference.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class DraftedBlocks:
     logits: torch.Tensor  # [N, K, draft vocab] float32, given the text's own tokens before
 
 
-class PlainDraft:
+class PlainDraft(ABC):
     """A draft in plain PyTorch.
 
     `mask_token_id`, `embedding_scale` and `weights` may be changed, to draft by another reading of the
@@ -87,6 +88,7 @@ class PlainDraft:
         logits = self._base_logits(self.hidden_states(tokens, aux_hidden, anchors))
         return DraftedBlocks(self.target_ids[logits.argmax(dim=-1)], logits)
 
+    @abstractmethod
     def hidden_states(
         self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor
     ) -> torch.Tensor:
@@ -94,7 +96,6 @@ class PlainDraft:
 
         The arguments are those of `draft_blocks`.
         """
-        raise NotImplementedError
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._embedding[ids] * self.embedding_scale

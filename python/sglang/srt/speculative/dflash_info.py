@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight
 
 
-UNKNOWN = -1  # a length
+UNKNOWN = -1  # a length that the host cannot read
 NOT_RESERVED = torch.empty(0, dtype=torch.int32)
 
 

@@ -179,10 +179,11 @@ def test_the_dense_forward_wants_packed_layers_and_follows_their_norms(pair):
     assert dense_forward.install(pair.target)
     norm = model.layers[2].input_layernorm
     x = torch.randn(3, norm.weight.numel()).bfloat16()
-    ours = model.forward.args[1][2].input_norm
+    ours = model.forward.layers[2].input_norm
     for scale in (1.0, 1.5):
         update = {"model.layers.2.input_layernorm.weight": norm.weight.data * scale}
         assert pair.send(update, "target")[0]
+        model.forward._read_norms()
         torch.testing.assert_close(ours.apply(x), norm.forward_native(x), rtol=2**-7, atol=1e-4)
     DefaultModelLoader.restore_weights_before_loading(pair.target, torch.device("cpu"))
     del model.forward

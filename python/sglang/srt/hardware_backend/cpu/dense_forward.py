@@ -1,14 +1,12 @@
 """The forward of dense models on a CPU, in few operators and little Python.
 
 SGLang's layers serve every device and every kind of parallelism. On a CPU the Python between their operators
-takes as long as the products. `install` gives a model of packed layers a forward that has none of that:
-positions are looked up once, and residuals are added by the products.
+takes as long as the products. `install` gives a model of packed layers a forward that has none of that, and
+looks up positions once.
 
-It computes what SGLang's layers compute, with fewer roundings to bfloat16: a residual is added before a
-product is rounded.
+It computes what SGLang's layers compute, with fewer roundings: the sum of all layers stays in float32.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +27,7 @@ from sglang_dflash.srt.hardware_backend.cpu.attention import full_attention
 from sglang_dflash.srt.hardware_backend.cpu.packing import is_packed
 
 # What a norm's input is multiplied with; see `Norm`.
-_SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16)
+_SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float32)
 _TARGETS = {
     LlamaModel: LlamaDecoderLayer,
     Qwen2Model: Qwen2DecoderLayer,
@@ -54,8 +52,7 @@ def install(model: nn.Module) -> bool:
         or not all(_is_dense(layer, inner) for layer in inner.layers)
     ):
         return False
-    layers = [DenseLayer.of_module(layer) for layer in inner.layers]
-    inner.forward = functools.partial(_forward, inner, layers, Norm.of_module(inner.norm), rotary)
+    inner.forward = DenseForward(inner)
     return True
 
 
@@ -161,9 +158,13 @@ class DenseLayer:
             head_dim=attention.head_dim,
         )
 
-    def run(self, residual: torch.Tensor, rotation: Rotation, attend: Any, forward_batch: Any):
-        """Return the residual, [n, hidden], after the layer."""
-        qkv = self.qkv.multiply(self.input_norm.apply(residual))
+    @property
+    def norms(self) -> "tuple[Norm, ...]":
+        return (self.input_norm, self.mlp_norm, *(self.qk_norms or ()))
+
+    def run(self, total: torch.Tensor, rotation: Rotation, attend: Any, forward_batch: Any) -> None:
+        """Add the layer's outputs to `total`, [n, hidden] float32."""
+        qkv = self.qkv.multiply(self.input_norm.apply(total))
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         queries_keys = heads[:, : self.num_normed]
         if self.qk_norms is not None:
@@ -172,35 +173,38 @@ class DenseLayer:
             queries_keys = torch.cat(normed, dim=1)
         rotated = rotation.apply(queries_keys)
         q, k, v = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_normed :]
-        residual = self.output.add_product(attend(q, k, v, self.attn, forward_batch), residual)
-        gate, up = self.gate_up.multiply(self.mlp_norm.apply(residual)).chunk(2, dim=-1)
-        return self.down.add_product(silu(gate).mul_(up), residual)
+        total.add_(self.output.multiply(attend(q, k, v, self.attn, forward_batch)))
+        gate, up = self.gate_up.multiply(self.mlp_norm.apply(total)).chunk(2, dim=-1)
+        total.add_(self.down.multiply(silu(gate).mul_(up)))
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """RMS norm of the last dimension, by PyTorch's layer norm of x and -x, whose mean is zero.
 
-    It is one operator in bfloat16, computed in float32. PyTorch's RMS norm takes seven.
+    It is one operator. PyTorch's RMS norm takes seven on a CPU.
 
     Attributes:
-        weights: [2, size], the module's weight and ones, for the half that is thrown away.
+        weights: [2, size] float32, the module's weight and ones, for the half that is thrown away.
     """
 
+    module: Any
     weights: torch.Tensor
     eps: float
 
     @classmethod
     def of_module(cls, module: Any) -> "Norm":
-        """Share a norm's weight: it becomes the first row of `weights`, where updates write it."""
-        weights = torch.stack((module.weight.data, torch.ones_like(module.weight)))
-        module.weight.data = weights[0]
-        return cls(weights, module.variance_epsilon)
+        weights = torch.ones(2, module.weight.numel(), dtype=torch.float32)
+        return cls(module, weights, module.variance_epsilon)
+
+    def read_weight(self) -> None:
+        self.weights[0].copy_(self.module.weight)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """Norm x, [..., size] in bfloat16."""
+        """Norm x, [..., size]; the result is rounded to bfloat16."""
         both = x.unsqueeze(-2) * _SIGNS
-        return layer_norm(both, self.weights.shape, self.weights, None, self.eps).select(-2, 0)
+        normed = layer_norm(both, self.weights.shape, self.weights, None, self.eps)
+        return normed.select(-2, 0).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,29 +222,42 @@ class Product:
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(self.layer, x, self.bias)
 
-    def add_product(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        return self.method.add_product(self.layer, x, self.bias, total)
 
+class DenseForward:
+    """The forward of a target's model, in the place of SGLang's."""
 
-def _forward(
-    model: Any,
-    layers: list[DenseLayer],
-    last_norm: Norm,
-    rotary: Any,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    forward_batch: Any,
-    input_embeds: torch.Tensor | None = None,
-    pp_proxy_tensors: Any = None,
-) -> Any:
-    """Run a target's model, as SGLang's `forward` does, with its captured hidden states."""
-    residual = model.embed_tokens(input_ids) if input_embeds is None else input_embeds
-    rotation = Rotation.at(positions, rotary, residual.dtype)
-    captured = AuxHiddenStateList()
-    attend = full_attention(get_attn_backend()).attend
-    for index, layer in enumerate(layers):
-        if index in model.layers_to_capture:
-            captured.append(residual)
-        residual = layer.run(residual, rotation, attend, forward_batch)
-    hidden = last_norm.apply(residual)
-    return (hidden, captured) if captured else hidden
+    def __init__(self, model: Any):
+        self._model = model
+        self.layers = [DenseLayer.of_module(layer) for layer in model.layers]
+        self._last_norm = Norm.of_module(model.norm)
+        self._rotary = model.layers[0].self_attn.rotary_emb
+        self._read: Any = None
+
+    def _read_norms(self) -> None:
+        """Read the norms' weights again after an update, which packs all layers again."""
+        packed = self.layers[0].qkv.method.weight
+        if self._read is not packed:
+            for norm in (self._last_norm, *(norm for layer in self.layers for norm in layer.norms)):
+                norm.read_weight()
+            self._read = packed
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+        pp_proxy_tensors: Any = None,
+    ) -> Any:
+        """Run the model as SGLang's `forward` does, and return what it returns."""
+        self._read_norms()
+        embeddings = self._model.embed_tokens(input_ids) if input_embeds is None else input_embeds
+        rotation = Rotation.at(positions, self._rotary, embeddings.dtype)
+        attend = full_attention(get_attn_backend()).attend
+        total, captured = embeddings.float(), AuxHiddenStateList()
+        for index, layer in enumerate(self.layers):
+            if index in self._model.layers_to_capture:
+                captured.append(total.to(embeddings.dtype))
+            layer.run(total, rotation, attend, forward_batch)
+        hidden = self._last_norm.apply(total)
+        return (hidden, captured) if captured else hidden

@@ -31,7 +31,6 @@ from sglang_dflash.srt.hardware_backend.cpu.speedups import multiplies_bfloat16
 # Rows that oneDNN chooses the layout for. It serves any number of rows.
 _ROWS = 8
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default
-_ADD_PRODUCT = torch.ops.mkldnn._linear_pointwise.binary
 # Models read the weights of replicated layers directly, a router's for example.
 _PACKED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
@@ -73,14 +72,6 @@ class _Packed:
         if self.weight is None:
             return torch.nn.functional.linear(x, layer.weight, bias)
         return _PRODUCT(x.to(torch.bfloat16), self.weight, bias, "none", [], "")
-
-    def add_product(
-        self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None, total: torch.Tensor
-    ) -> torch.Tensor:
-        """Return `total` plus the product, rounded once; both are [n, outputs]."""
-        if self.weight is None:
-            return total + torch.nn.functional.linear(x, layer.weight, bias)
-        return _ADD_PRODUCT(x, total, self.weight, bias, "add")
 
 
 class PackedLinearMethod(_Packed, UnquantizedLinearMethod):

@@ -24,11 +24,11 @@ from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
+from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
 DRAFT, COPY = "draft", "copy"
-UNKNOWN = -1  # length of a match that the host cannot read
 # Cycles in a row in which every request accepted a whole copied block, after which the next cycle skips the
 # draft. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
 # request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
