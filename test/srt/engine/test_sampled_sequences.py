@@ -1,7 +1,7 @@
 """Whole sampled sequences have the target's probabilities, by a chi-square test.
 
 Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be
-computed. A scheduler then samples more than 50,000 tokens, and the sequences are counted.
+computed. A scheduler then samples more than 30,000 tokens, and the sequences are counted.
 server/test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
 
 Target and drafts are random and have a vocabulary of eight tokens, so that random drafts are often right. The
@@ -51,7 +51,7 @@ DRAFTING = {
     "probabilistic, DFlash2": ("dflash2", (*PROBABILISTIC, WHOLE_BLOCKS)),
     "probabilistic, P-EAGLE": ("peagle", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
-assert SAMPLES * len(PROMPTS) * LENGTH > 50_000
+assert SAMPLES * len(PROMPTS) * LENGTH > 30_000
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_sequences_have_the_targets_probabilities(drafting, checkpoints, expecte
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
     if copies:
         kept = json.loads(outcomes.path.read_text())["accepted_tokens"]
-        assert min(kept["copy"], kept["draft"]) > 500, f"shows little of copies beside drafts: {kept}"
+        assert min(kept["copy"], kept["draft"]) > 300, f"shows little of copies beside drafts: {kept}"
 
 
 def test_misdeclared_draft_probabilities_are_noticed(checkpoints, expected):

@@ -70,10 +70,9 @@ def test_equal_prompts_of_one_batch(requests):
         assert (one.output_ids, one.accepted) == (other.output_ids, other.accepted)
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [pytest.param(DRAFT, id="dflash"), pytest.param(PEAGLE_DRAFT, id="peagle", marks=pytest.mark.long)],
-)
+# A server on a CPU refuses this cache (server/test_startup_errors.py).
+@pytest.mark.long
+@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 def test_the_drafts_kv_comes_back(draft, servers, requests, reference, tmp_path):
     """From the host, and from files once device and host are emptied.
 

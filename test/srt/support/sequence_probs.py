@@ -12,7 +12,7 @@ from scipy.stats import chi2
 FALSE_ALARM = 1e-6
 VOCABULARY = 8
 LENGTH = 8  # the prefill gives the first token, verified blocks the others
-SAMPLES = 3200  # per prompt
+SAMPLES = 2000  # per prompt
 SAMPLES_PER_REQUEST = 32  # of a server
 PROMPTS = ((4, 2, 6, 1, 3), (0, 5, 5, 2, 7, 1, 1, 4, 3))
 SAMPLING = {"temperature": 1.0, "top_k": 2, "max_new_tokens": LENGTH, "ignore_eos": True}
