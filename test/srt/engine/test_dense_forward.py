@@ -78,6 +78,12 @@ def states(output) -> list[torch.Tensor]:
     return [hidden, *captured]
 
 
+def assert_roundings(path: Path, modes: set[str]) -> None:
+    differences = json.loads(path.read_text())
+    assert differences.keys() == modes
+    assert all(0 < difference < ROUNDING for difference in differences.values()), differences
+
+
 def draw_biases(weights: Path) -> None:
     """Replace biases, which a random model has as zeros."""
     generator = torch.Generator().manual_seed(2)
@@ -102,9 +108,7 @@ def test_both_forwards_are_the_same(name, tmp_path):
     ]
     jobs.append(Job((*jobs[-1].input_ids[:80], 9), 24, step=20))
     run(["--model-path", target, *FLAGS, *dflash_arguments(draft)], [jobs], prepare=Both(tmp_path / "found"))
-    differences = json.loads((tmp_path / "found").read_text())
-    assert differences.keys() == {"EXTEND", "TARGET_VERIFY"}
-    assert all(0 < difference < ROUNDING for difference in differences.values()), differences
+    assert_roundings(tmp_path / "found", {"EXTEND", "TARGET_VERIFY"})
 
 
 def test_without_a_draft(tmp_path):
@@ -114,9 +118,7 @@ def test_without_a_draft(tmp_path):
         environment={"SGLANG_DFLASH_CPU_LAYERS": "1"},
         prepare=Both(tmp_path / "found"),
     )
-    differences = json.loads((tmp_path / "found").read_text())
-    assert differences.keys() == {"EXTEND", "DECODE"}
-    assert all(0 < difference < ROUNDING for difference in differences.values()), differences
+    assert_roundings(tmp_path / "found", {"EXTEND", "DECODE"})
 
 
 def test_it_rounds_less_than_sglangs(tmp_path):

@@ -9,6 +9,7 @@ from serving import DRAFT, TARGET
 from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.runtime_context import get_observability
 from support.engine import start
 from support.weight_updates import Pair, tensors_of
 from torch import nn
@@ -189,6 +190,13 @@ def test_the_dense_forward_wants_packed_layers_and_follows_their_norms(pair):
     del model.forward
     assert not dense_forward.install(pair.target)
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("option", [{"forward_hooks": [{}]}, {"debug_tensor_dump_output_folder": "x"}])
+def test_hooked_layers_keep_sglangs_forward(option, pair):
+    with get_observability().override(**option):
+        assert not dense_forward.install(pair.target)
+    assert dense_forward.install(pair.target)
 
 
 def test_a_refused_update_leaves_the_packed_weights(pair):

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.models.llama import LlamaDecoderLayer, LlamaModel
 from sglang.srt.models.qwen2 import Qwen2DecoderLayer, Qwen2Model
 from sglang.srt.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 from torch import nn
 from torch.nn.functional import layer_norm, silu
 
@@ -40,10 +40,10 @@ def install(model: nn.Module) -> bool:
 
     Returns:
         Whether they are. Others keep SGLang's forward: other families, quantized or float32 weights, several
-        ranks, another position embedding.
+        ranks, another position embedding, layers with hooks.
     """
     inner: Any = getattr(model, "model", None)
-    if type(inner) not in _TARGETS or not _runs_alone():
+    if type(inner) not in _TARGETS or not _runs_alone() or _has_hooks():
         return False
     rotary = inner.layers[0].self_attn.rotary_emb
     if (
@@ -61,6 +61,12 @@ def _runs_alone() -> bool:
     parallel = get_parallel()
     is_split = parallel.tp_size > 1 or parallel.pp_size > 1 or parallel.attn_dp_enabled
     return not is_split and get_exec().deterministic.rl_on_policy_target is None
+
+
+def _has_hooks() -> bool:
+    """Tell whether the server is to call somebody after its modules, which this forward leaves out."""
+    options = get_observability()
+    return bool(options.forward_hooks) or options.debug_tensor_dump_output_folder is not None
 
 
 def _is_dense(layer: Any, model: Any) -> bool:
