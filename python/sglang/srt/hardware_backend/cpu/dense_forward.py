@@ -64,7 +64,7 @@ def _runs_alone() -> bool:
 
 
 def _has_hooks() -> bool:
-    """Tell whether the server is to call somebody after its modules, which this forward leaves out."""
+    """Tell whether hooks are to run after modules, which this forward leaves out."""
     options = get_observability()
     return bool(options.forward_hooks) or options.debug_tensor_dump_output_folder is not None
 
