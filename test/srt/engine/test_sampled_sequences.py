@@ -92,6 +92,7 @@ def sample(
     answers = run([*pair, *FLAGS, *flags], groups, environment=environment, prepare=prepare)
     assert_drafts_are_kept(sum(answers, []))
     counts = [Counter(answer.output_ids for answer in group) for group in answers]
+    assert all(count.total() == SAMPLES for count in counts)
     return dict(zip(prompts, counts, strict=True))
 
 

@@ -6,18 +6,17 @@ a change to the model or the requests, where `make model` has fetched the model:
     PYTHONPATH=benchmark:test/srt python test/srt/support/real_answers.py
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from support.parity import near_tie
 from support.real_model import TARGET, Answers, Job, converse, pair, post, post_with_margins, served_alone
 from support.real_requests import POSTED, TURNS, requests_for_stop_tokens
+from support.target_answers import gaps_of, sha256_sums, top_logprobs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2-answers.jsonl"
-WITH_LOGPROBS = "log probabilities"
+KEEPS_LOGPROBS = "log probabilities"
 CHOICE_FIELDS = ("message", "finish_reason", "matched_stop", "response_token_ids")
 USAGE_FIELDS = ("prompt_tokens", "completion_tokens", "total_tokens")
 
@@ -41,8 +40,7 @@ def stored_answers() -> dict[str, Any]:
     for line in lines:
         for answer in line["answers"]:
             for choice in answer["choices"]:
-                gaps = choice.pop("gaps")
-                choice["meta_info"] = {"output_top_logprobs": [[(0.0, None), (-gap, None)] for gap in gaps]}
+                choice["meta_info"] = {"output_top_logprobs": top_logprobs(choice.pop("gaps"))}
     return {
         line["name"]: line["answers"] if line["name"] == "conversation" else line["answers"][0]
         for line in lines
@@ -55,7 +53,7 @@ def shortened(answers: Mapping[str, Any]) -> list[dict]:
         {
             "name": name,
             "answers": [
-                _shortened(answer, name == WITH_LOGPROBS)
+                _shortened(answer, name == KEEPS_LOGPROBS)
                 for answer in (found if isinstance(found, list) else [found])
             ],
         }
@@ -67,7 +65,7 @@ def _shortened(answer: dict, keeps_logprobs: bool) -> dict:
     fields = (*CHOICE_FIELDS, *(["logprobs"] if keeps_logprobs else []))
     choices = []
     for choice in answer["choices"]:
-        gaps = [float(f"{near_tie(choice, i):.3g}") for i in range(len(choice["response_token_ids"]))]
+        gaps = gaps_of(choice, len(choice["response_token_ids"]))
         choices.append({**{name: choice[name] for name in fields}, "gaps": gaps})
     return {"choices": choices, "usage": {name: answer["usage"][name] for name in USAGE_FIELDS}}
 
@@ -77,7 +75,7 @@ def _made_for() -> dict[str, str]:
     names = "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"
     contents = {name: (TARGET / name).read_bytes() for name in names}
     contents["requests"] = json.dumps([POSTED, requests_for_stop_tokens(), TURNS]).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return sha256_sums(contents)
 
 
 def main() -> None:

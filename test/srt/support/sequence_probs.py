@@ -45,7 +45,9 @@ def sampled_by(server, prompt: tuple[int, ...], samples: int) -> Counter:
     answers = list(itertools.chain.from_iterable(answers))
     kept = sum(answer["meta_info"]["spec_accept_length"] for answer in answers) / len(answers)
     assert kept > 1.2, f"the test shows little: only {kept:.2f} tokens accepted per cycle"
-    return Counter(tuple(answer["output_ids"]) for answer in answers)
+    counts = Counter(tuple(answer["output_ids"]) for answer in answers)
+    assert counts.total() == samples
+    return counts
 
 
 def p_value(counted: dict[tuple[int, ...], Counter], expected: dict[tuple[int, ...], Probs]) -> float:

@@ -3,7 +3,7 @@
 The answers (golden/target-answers.jsonl) are stock SGLang's without speculation, in float32. Regenerate
 them after a change to the target or the requests:
 
-    PYTHONPATH=benchmark python test/srt/support/target_answers.py
+    PYTHONPATH=benchmark:test/srt python test/srt/support/target_answers.py
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 
 from serving import TARGET, heldout_prompts
+from support.parity import near_tie
 from tokenizers import Tokenizer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "target-answers.jsonl"
@@ -40,9 +41,22 @@ def target_answers() -> list[dict]:
         f"{GOLDEN} is another target's or of other requests: run {Path(__file__).name}"
     )
     for answer in answers:
-        gaps = answer["meta_info"].pop("gaps")
-        answer["meta_info"]["output_top_logprobs"] = [[(0.0, None), (-gap, None)] for gap in gaps]
+        answer["meta_info"]["output_top_logprobs"] = top_logprobs(answer["meta_info"].pop("gaps"))
     return answers
+
+
+def gaps_of(answer: dict, length: int) -> list[float]:
+    """Return the gap of the target's best two log probabilities at each position, to store it."""
+    return [float(f"{near_tie(answer, i):.3g}") for i in range(length)]
+
+
+def top_logprobs(gaps: list[float]) -> list[list[tuple[float, None]]]:
+    """Return log probabilities with these gaps; the best one is 0."""
+    return [[(0.0, None), (-gap, None)] for gap in gaps]
+
+
+def sha256_sums(contents: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _made_for() -> dict[str, str]:
@@ -51,17 +65,16 @@ def _made_for() -> dict[str, str]:
         name: (TARGET / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")
     }
     contents["requests"] = json.dumps(requests_from_prompts()).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    return sha256_sums(contents)
 
 
 def main() -> None:
-    from support.parity import near_tie
     from support.servers import PLAIN_FLOAT32, plain_target
 
     lines = [_made_for()]
     with plain_target(*PLAIN_FLOAT32) as target:
         for answer in target.answers(requests_from_prompts()):
-            gaps = [float(f"{near_tie(answer, i):.3g}") for i in range(len(answer["output_ids"]))]
+            gaps = gaps_of(answer, len(answer["output_ids"]))
             meta = {"finish_reason": answer["meta_info"]["finish_reason"], "gaps": gaps}
             lines.append({"text": answer["text"], "output_ids": answer["output_ids"], "meta_info": meta})
     GOLDEN.write_text("".join(json.dumps(line) + "\n" for line in lines))

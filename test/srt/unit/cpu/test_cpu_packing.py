@@ -184,7 +184,7 @@ def test_the_dense_forward_wants_packed_layers_and_follows_their_norms(pair):
     for scale in (1.0, 1.5):
         update = {"model.layers.2.input_layernorm.weight": norm.weight.data * scale}
         assert pair.send(update, "target")[0]
-        model.forward._read_norms()
+        model.forward.read_norms()
         torch.testing.assert_close(ours.apply(x), norm.forward_native(x), rtol=2**-7, atol=1e-4)
     DefaultModelLoader.restore_weights_before_loading(pair.target, torch.device("cpu"))
     del model.forward

@@ -7,6 +7,8 @@ looks up positions once.
 It computes what SGLang's layers compute, with fewer roundings: the sum of all layers stays in float32.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +103,7 @@ def _rotates_all(rotary: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What heads at a forward's positions are multiplied with, [n, 1, head_dim] each.
+    """Factors of the heads at a forward's positions, [n, 1, head_dim] each.
 
     Attributes:
         cos: cosines, for both halves of a head.
@@ -135,13 +137,13 @@ class DenseLayer:
     """
 
     input_norm: "Norm"
-    qkv: "Product"
+    qkv: Callable[[torch.Tensor], torch.Tensor]
     qk_norms: "tuple[Norm, Norm] | None"
     attn: Any
-    output: "Product"
+    output: Callable[[torch.Tensor], torch.Tensor]
     mlp_norm: "Norm"
-    gate_up: "Product"
-    down: "Product"
+    gate_up: Callable[[torch.Tensor], torch.Tensor]
+    down: Callable[[torch.Tensor], torch.Tensor]
     num_heads: int
     num_normed: int
     head_dim: int
@@ -152,13 +154,13 @@ class DenseLayer:
         norms = [norm for norm in _qk_norms(attention) if norm is not None]
         return cls(
             input_norm=Norm.of_module(layer.input_layernorm),
-            qkv=Product.of_module(attention.qkv_proj),
+            qkv=_product(attention.qkv_proj),
             qk_norms=(Norm.of_module(norms[0]), Norm.of_module(norms[1])) if norms else None,
             attn=attention.attn,
-            output=Product.of_module(attention.o_proj),
+            output=_product(attention.o_proj),
             mlp_norm=Norm.of_module(layer.post_attention_layernorm),
-            gate_up=Product.of_module(mlp.gate_up_proj),
-            down=Product.of_module(mlp.down_proj),
+            gate_up=_product(mlp.gate_up_proj),
+            down=_product(mlp.down_proj),
             num_heads=attention.num_heads,
             num_normed=attention.num_heads + attention.num_kv_heads,
             head_dim=attention.head_dim,
@@ -170,7 +172,7 @@ class DenseLayer:
 
     def run(self, total: torch.Tensor, rotation: Rotation, attend: Any, forward_batch: Any) -> None:
         """Add the layer's outputs to `total`, [n, hidden] float32."""
-        qkv = self.qkv.multiply(self.input_norm.apply(total))
+        qkv = self.qkv(self.input_norm.apply(total))
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         queries_keys = heads[:, : self.num_normed]
         if self.qk_norms is not None:
@@ -179,9 +181,9 @@ class DenseLayer:
             queries_keys = torch.cat(normed, dim=1)
         rotated = rotation.apply(queries_keys)
         q, k, v = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_normed :]
-        total.add_(self.output.multiply(attend(q, k, v, self.attn, forward_batch)))
-        gate, up = self.gate_up.multiply(self.mlp_norm.apply(total)).chunk(2, dim=-1)
-        total.add_(self.down.multiply(silu(gate).mul_(up)))
+        total.add_(self.output(attend(q, k, v, self.attn, forward_batch)))
+        gate, up = self.gate_up(self.mlp_norm.apply(total)).chunk(2, dim=-1)
+        total.add_(self.down(silu(gate).mul_(up)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,20 +215,9 @@ class Norm:
         return normed.select(-2, 0).to(torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A packed layer, without SGLang's module around it."""
-
-    layer: Any
-    method: Any
-    bias: torch.Tensor | None
-
-    @classmethod
-    def of_module(cls, module: Any) -> "Product":
-        return cls(module, module.quant_method, module.bias)
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(self.layer, x, self.bias)
+def _product(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product of a packed layer, without SGLang's module around it."""
+    return functools.partial(module.quant_method.apply, module, bias=module.bias)
 
 
 class DenseForward:
@@ -237,15 +228,16 @@ class DenseForward:
         self.layers = [DenseLayer.of_module(layer) for layer in model.layers]
         self._last_norm = Norm.of_module(model.norm)
         self._rotary = model.layers[0].self_attn.rotary_emb
-        self._read: Any = None
+        self._packed: Any = None
+        self.read_norms()
 
-    def _read_norms(self) -> None:
+    def read_norms(self) -> None:
         """Read the norms' weights again after an update, which packs all layers again."""
-        packed = self.layers[0].qkv.method.weight
-        if self._read is not packed:
+        packed = self._model.layers[0].self_attn.qkv_proj.quant_method.weight
+        if self._packed is not packed:
             for norm in (self._last_norm, *(norm for layer in self.layers for norm in layer.norms)):
                 norm.read_weight()
-            self._read = packed
+            self._packed = packed
 
     def __call__(
         self,
@@ -256,7 +248,7 @@ class DenseForward:
         pp_proxy_tensors: Any = None,
     ) -> Any:
         """Run the model as SGLang's `forward` does, and return what it returns."""
-        self._read_norms()
+        self.read_norms()
         embeddings = self._model.embed_tokens(input_ids) if input_embeds is None else input_embeds
         rotation = Rotation.at(positions, self._rotary, embeddings.dtype)
         attend = full_attention(get_attn_backend()).attend
