@@ -45,12 +45,33 @@ def count(room: Room, old: str) -> int:
 
 
 def run(tests: Sequence[str], path: Path) -> subprocess.CompletedProcess:
-    """Run tests; a package below `path` is found first."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not server and not long", *(str(UNIT / test) for test in tests)]
-    if all(Path(test).name in CORE for test in tests):
+    """Run tests, and their comparisons in the interpreter; a package below `path` is found first."""
+    files = [UNIT / test for test in tests]
+    done = run_pytest(files, path, "-m", "not server and not long")
+    compared = [file for file in files if "@against_twin" in file.read_text()]
+    if done.returncode == PASSED and compared:
+        options = "--hypothesis-profile=short", "-k", "equals_its_twin"
+        done = run_pytest(compared, path, *options, TRITON_INTERPRET="1")
+    return done
+
+
+def run_pytest(
+    files: Sequence[Path], path: Path, *options: str, **environment: str
+) -> subprocess.CompletedProcess:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        *options,
+        *map(str, files),
+    ]
+    if all(file.name in CORE for file in files):
         command.append("--core")  # SGLang's import takes longer than the tests
-    environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1", **environment}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
@@ -61,7 +82,8 @@ def verdict(room: Room, old: str, new: str, *explanation: str) -> str:
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
         (copy / room.file).write_text((PACKAGE / room.file).read_text().replace(old, new))
         done = run(room.tests, Path(folder))
-    if done.returncode in (FAILED, INTERRUPTED):  # a fault may show when a module is imported
+    # A fault may show when a module is imported, and one in a kernel may end the process by a signal.
+    if done.returncode in (FAILED, INTERRUPTED) or done.returncode < 0:
         return "killed"
     if done.returncode != PASSED:
         raise RuntimeError(f"{room.file}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")

@@ -73,7 +73,13 @@ CONFIGURATIONS = (
     ),
     # Without overlap scheduling SGLang keeps one state per request, and caches it when the request finishes.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
-    Configuration("block-1", (*POOL, *GRID, "--speculative-num-draft-tokens", "1"), accept_length=(1.0, 1.0)),
+    # The rows of own lengths have cycles that verify one slot, between others.
+    Configuration(
+        "block-1",
+        (*POOL, *GRID, "--speculative-num-draft-tokens", "1"),
+        accept_length=(1.0, 1.0),
+        is_long=True,
+    ),
     Configuration(
         "block-16", (*POOL, *GRID, "--speculative-num-draft-tokens", "16"), accept_length=(3.5, 16.0)
     ),

@@ -2,7 +2,7 @@
 
 Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be
 computed. A scheduler then samples more than 30,000 tokens, and the sequences are counted.
-server/test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
+test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
 
 Target and drafts are random and have a vocabulary of eight tokens, so that random drafts are often right. The
 probabilities come from Hugging Face's model. A right sampler fails once in 1 / FALSE_ALARM runs. One that

@@ -254,7 +254,7 @@ def test_a_prompt_longer_than_the_pool_is_refused():
 @pytest.mark.parametrize(
     ("algorithm", "draft", "block", "page", "flags"),
     [
-        ("DFLASH", DRAFT, 16, 1, ["--chunked-prefill-size", "4"]),
+        ("DFLASH", DRAFT, 16, 1, ["--chunked-prefill-size", "12"]),
         ("PEAGLE", PEAGLE_DRAFT, 8, 16, ["--disable-radix-cache", WHOLE]),
     ],
     ids=["chunks", "pages"],

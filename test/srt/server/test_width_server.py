@@ -1,26 +1,19 @@
-"""Adaptive verify widths through a live server: grammars, log probabilities, pauses and reports.
+"""Adaptive verify widths through a live server: grammars, log probabilities and reports.
 
-The output is the target's at any width: rows of engine/test_lossless.py,
-engine/test_penalized_answers.py, test_seeds.py and test_sampled_sequences.py test that.
+The output is the target's at any width: rows of engine/test_lossless.py, test_penalized_answers.py,
+test_seeds.py and test_sampled_sequences.py test that, and engine/test_pauses.py the acceptance.
 """
 
 import json
-import threading
-from collections.abc import Callable
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
+from serving import Server, dflash_arguments, heldout_prompts
 from support import logprob_checks
 from support.grammars import EBNF, SCHEMA, greedy
 from support.parity import assert_same
 from support.servers import FLOAT32, MEASURED_COSTS, WIDTHS_CHANGE
-from support.streaming import stream
 
 pytestmark = pytest.mark.server
-
-# Cycles without drafts, then with; longer than what P-EAGLE may leave pending, twice.
-PAUSES = {"schedule": [0] * 60 + [7] * 40}
-PAUSE = 12  # single tokens in a row that are not rejections by chance
 
 
 @pytest.fixture(scope="module")
@@ -66,59 +59,3 @@ def test_widths_in_log_server_info_and_metrics(server, prompts):
     assert (
         "DFLASH verifies" in server.log() and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
     )
-
-
-def cycles_of(
-    server: Server, start: dict, length: int, also: Callable = lambda cycles: None
-) -> tuple[list[int], list[int]]:
-    """Return output ids, and how many of them each cycle committed; the first is the prefill's.
-
-    A chunk is a cycle, except on a busy machine, which may put several into one. The request is then sent
-    again.
-    """
-    sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
-    for _ in range(5):
-        ids: list[int] = []
-        cycles: list[int] = []
-        for chunk in stream(server, {**start, "sampling_params": sampling}):
-            if len(chunk["output_ids"]) > len(ids):
-                cycles.append(len(chunk["output_ids"]) - len(ids))
-                ids = chunk["output_ids"]
-                also(cycles)
-        if sum(chunk["meta_info"]["spec_correct_drafts_histogram"]) == len(cycles) - 1:
-            return ids, cycles
-    raise AssertionError("five times in a row, cycles came together")
-
-
-@pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["DFlash", "P-EAGLE"])
-def test_acceptance_after_a_pause_equals_that_without_a_pause(draft, servers, tmp_path_factory):
-    """Compared cycle by cycle. Another request's prefill falls into the pause."""
-    path = tmp_path_factory.mktemp("widths") / "pauses.json"
-    path.write_text(json.dumps(PAUSES))
-    adaptive = ("--speculative-adaptive", "--speculative-adaptive-config", path)
-    server = servers.get(*FLOAT32, *dflash_arguments(draft), *adaptive, "--disable-radix-cache")
-    texts = [p["text"] for p in heldout_prompts() if 60 <= p["num_tokens"] <= 120]
-    others: list[threading.Thread] = []
-
-    def disturb(cycles: list[int]) -> None:
-        if len(cycles) == 1:
-            others.clear()
-        if not others and len(cycles) > 3 and all(size == 1 for size in cycles[-4:]):
-            ask = {"text": texts[1], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-            others.append(threading.Thread(target=lambda: server.generate(**ask)))
-            others[0].start()
-
-    prompt_ids = server.post("/tokenize", {"prompt": texts[0]})["tokens"]
-    ids, cycles = cycles_of(server, {"input_ids": prompt_ids}, 240, disturb)
-    [thread] = others
-    thread.join()
-    resumed = next(
-        i for i in range(PAUSE, len(cycles)) if set(cycles[i - PAUSE : i]) == {1} and cycles[i] > 1
-    )
-    num_emitted = sum(cycles[:resumed])
-    fixed = servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(draft), "--disable-radix-cache")
-    # The last token before it resumed is the anchor; here a prefill emits it.
-    after = cycles[resumed : resumed + 12]
-    _, expected = cycles_of(fixed, {"input_ids": prompt_ids + ids[: num_emitted - 1]}, 1 + sum(after))
-    assert expected[1:] == after
-    assert max(after) > 2, "hardly anything was accepted: this shows little"

@@ -146,7 +146,10 @@ POSTED = {
     "log probabilities": WITH_LOGPROBS,
     "choices": GREEDY_CHOICES,
 }
-STREAMED = {**CHATS, **GRAMMARS, **TOOL_CALLS, "log probabilities": WITH_LOGPROBS}
+# One of each kind; characters and stops that lie across tokens are where chunks may go wrong.
+STREAMED = {name: CHATS[name] for name in ("emojis, cut in the middle of one", "emojis and accents")}
+STREAMED |= {"a JSON schema": GRAMMARS["a JSON schema"], "required": TOOL_CALLS["required"]}
+STREAMED |= {"log probabilities": WITH_LOGPROBS}
 STREAMED |= {name: request for name, request in ENDS.items() if "emojis" in name or "dozen" in name}
 
 

@@ -1,18 +1,17 @@
 """Sampled tokens compared with the target's own distribution at each position.
 
-The target alone scores a sampled sequence and so gives the probabilities. A token's place in their running
-sum is uniform on [0, 1) exactly if tokens are drawn as they should be.
+Hugging Face's model scores a sampled sequence and so gives the probabilities. A token's place in their
+running sum is uniform on [0, 1) exactly if tokens are drawn as they should be.
 """
 
-import json
-import math
+import functools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from serving import TARGET
 
-VOCAB = json.loads((TARGET / "config.json").read_text())["vocab_size"]
 FALSE_ALARM = 1e-6  # a correct sampler fails this often
 TOP_LOGPROBS = 64
 # A token this near a filter's edge may fall on either side, as float32 probabilities have rounding errors.
@@ -48,29 +47,30 @@ class Draw:
     probs: list[float]
 
 
-def score(reference, prompts: list[list[int]], outputs: list[list[int]]) -> list[Draw]:
+@functools.cache
+def _target():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def target_logprobs(prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """Return the target's log probabilities at each output token, [len(output), vocabulary] float32."""
+    logits = _target()(torch.tensor([[*prompt, *output]])).logits
+    return logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+
+
+def score(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> list[Draw]:
     """Return each output token with the target's distribution at its position.
 
     The first token of each output is left out: it comes from the prefill.
     """
-    scoring = [
-        {
-            "input_ids": prompt + output,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
-            "return_logprob": True,
-            "top_logprobs_num": TOP_LOGPROBS,
-            "logprob_start_len": len(prompt) - 1,
-        }
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
     draws = []
-    for output, answer in zip(outputs, reference.server.generate_many(scoring, 8)):
-        tops = answer["meta_info"]["input_top_logprobs"][-len(output) :]
-        chosen = answer["meta_info"]["input_token_logprobs"][-len(output) :]
-        # SGLang shows the last id of the vocabulary as 0 among a prompt's tokens.
-        assert [token for _, token, *_ in chosen] == [token if token < VOCAB - 1 else 0 for token in output]
-        for token, top in list(zip(output, tops))[1:]:
-            draws.append(Draw(token, [entry[1] for entry in top], [math.exp(entry[0]) for entry in top]))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        best = target_logprobs(prompt, output)[1:].exp().topk(TOP_LOGPROBS)
+        rows = zip(output[1:], best.indices.tolist(), best.values.tolist(), strict=True)
+        draws += [Draw(*row) for row in rows]
     return draws
 
 

@@ -157,5 +157,6 @@ class Servers:
 def plain_target(*arguments: str, environment: dict[str, str] | None = None) -> Iterator[Reference]:
     """Serve the target alone."""
     env = {**ENVIRONMENT, **UNCOUNTED, **(environment or {})}
-    with serve("--model-path", TARGET, *arguments, env=env, start=warm_start()) as server:
+    pool = "--max-total-tokens", "32768"  # the default pool takes seconds to fill with zeros
+    with serve("--model-path", TARGET, *pool, *arguments, env=env, start=warm_start()) as server:
         yield Reference(server)
