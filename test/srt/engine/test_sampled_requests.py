@@ -15,12 +15,12 @@ import pytest
 import torch
 from scipy.stats import kstest
 from serving import DFLASH2_DRAFT, SPECULATORS_DRAFT, TARGET, dflash_arguments, heldout_prompts
-from support.parity import FLOAT32_TIE
 from support.sampling_checks import (
     EDGE,
     FALSE_ALARM,
     Draw,
     Filter,
+    assert_greedy,
     joint_filter,
     places,
     score,
@@ -169,14 +169,9 @@ def test_the_statistic_rejects_other_samplers(answers):
 
 
 def test_greedy_requests_of_the_batches_are_the_targets(answers):
-    count = 0
-    for job, answer in sum(answers.values(), []):
-        if is_greedy(job):
-            logprobs = target_logprobs(job.input_ids, answer.output_ids)
-            chosen = logprobs.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
-            assert (logprobs.max(dim=-1).values - chosen < FLOAT32_TIE).all(), job
-            count += 1
-    assert count > 60
+    greedy = [pair for pair in sum(answers.values(), []) if is_greedy(pair[0])]
+    assert len(greedy) > 50
+    assert_greedy(*zip(*greedy, strict=True))
 
 
 def test_logprobs_of_sampled_tokens(answers):

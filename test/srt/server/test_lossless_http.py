@@ -64,7 +64,7 @@ def test_float32_alone_and_in_batches(requests, answers_alone, server):
     assert all(a["meta_info"]["cached_tokens"] >= a["meta_info"]["prompt_tokens"] - 1 for a in cached)
     for answers in (alone, cached):
         assert_same(requests[::14], answers, answers_alone[::14])
-    assert_same(requests[1::5], server.generate_many(requests[1::5], 16), answers_alone[1::5])
+    assert_same(requests[1::9], server.generate_many(requests[1::9], 16), answers_alone[1::9])
     undecided = [
         request for request, answer in zip(requests, answers_alone) if undecided_from(answer) is not None
     ]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from serving import TARGET
+from support.parity import FLOAT32_TIE
+from support.scheduled import Answer, Job
 
 FALSE_ALARM = 1e-6  # a correct sampler fails this often
 TOP_LOGPROBS = 64
@@ -59,6 +61,15 @@ def target_logprobs(prompt: Sequence[int], output: Sequence[int]) -> torch.Tenso
     """Return the target's log probabilities at each output token, [len(output), vocabulary] float32."""
     logits = _target()(torch.tensor([[*prompt, *output]])).logits
     return logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+
+
+def assert_greedy(jobs: Sequence[Job], answers: Sequence[Answer]) -> None:
+    """Assert that every token is the target's best one, but for near ties."""
+    for job, answer in zip(jobs, answers, strict=True):
+        assert len(answer.output_ids) == job.max_new_tokens
+        logprobs = target_logprobs(job.input_ids, answer.output_ids)
+        chosen = logprobs.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
+        assert (logprobs.max(dim=-1).values - chosen < FLOAT32_TIE).all(), job
 
 
 def score(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> list[Draw]:
