@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import urllib.error
-from pathlib import Path
 
 import dill
 import pytest
 import torch
 from serving import DRAFT, ROOT, TARGET, dflash_arguments, heldout_prompts, serve
 from support.parity import assert_same
-from support.servers import COUNTED, run_to_end
+from support.servers import COUNTED, FLOAT32, run_to_end, warm_start
 
 LOOK = """
 import json
@@ -64,6 +63,14 @@ for name in ("NGRAM", "EAGLE3", "DFLASH"):
     workers[name] = algorithm.create_worker(args).__module__
     seen[name] = look(name)
 print("ANSWER", json.dumps({"workers": workers, "seen": seen}))
+"""
+
+# The command `sglang`.
+SGLANG = """
+import importlib.metadata, sys
+sys.argv[0] = "sglang"
+[command] = importlib.metadata.entry_points(group="console_scripts", name="sglang")
+sys.exit(command.load()())
 """
 
 UNNAMED = """
@@ -162,13 +169,13 @@ def test_the_plain_server_agrees_with_transformers(reference):
 def test_sglang_serve_runs_our_worker(reference, servers):
     """Run logit processors, and refuse unsupported fields, with SGLang's switches for both on."""
     servers.close()
-    launcher = (str(Path(sys.executable).with_name("sglang")), "serve")
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
     requests = _requests()
     with serve(
-        *("--model-path", TARGET, "--dtype", "float32", *dflash_arguments(), *flags),
+        *("--model-path", TARGET, *FLOAT32, *dflash_arguments(), *flags),
         env=COUNTED,
-        launcher=launcher,
+        launcher=("-c", SGLANG, "serve"),
+        start=warm_start(),
     ) as server:
         answers = server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
