@@ -1,7 +1,8 @@
 """Bad starts: each ends with a non-zero exit code and names the mistake.
 
 SGLang refuses most of them while it reads its arguments. These run the real entry point, each in a fork of a
-process that has imported SGLang, and a few also as a user's command. The others need a scheduler.
+process that has imported SGLang; with -m long a few also run as a user's command. The others need a
+scheduler.
 """
 
 import json
@@ -243,10 +244,8 @@ def test_what_needs_a_gpu_is_refused_on_a_cpu(target, flags, word, draft, tmp_pa
     assert "Traceback" not in ended.output
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["draft: two faults", pytest.param("relative draft path missing", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["draft: two faults", "relative draft path missing"])
 def test_a_command_line_ends_as_its_fork_does(name, commands):
     """Compare a fork, as used above, with the command that a user types."""
     arguments, words = commands[name]

@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import urllib.error
+from pathlib import Path
 
 import dill
 import pytest
 import torch
 from serving import DRAFT, ROOT, TARGET, dflash_arguments, heldout_prompts, serve
 from support.parity import assert_same
-from support.servers import COUNTED, FLOAT32, run_to_end, warm_start
+from support.servers import COUNTED, FLOAT32, run_to_end
 
 LOOK = """
 import json
@@ -63,14 +64,6 @@ for name in ("NGRAM", "EAGLE3", "DFLASH"):
     workers[name] = algorithm.create_worker(args).__module__
     seen[name] = look(name)
 print("ANSWER", json.dumps({"workers": workers, "seen": seen}))
-"""
-
-# The command `sglang`.
-SGLANG = """
-import importlib.metadata, sys
-sys.argv[0] = "sglang"
-[command] = importlib.metadata.entry_points(group="console_scripts", name="sglang")
-sys.exit(command.load()())
 """
 
 UNNAMED = """
@@ -167,15 +160,17 @@ def test_the_plain_server_agrees_with_transformers(reference):
 
 @pytest.mark.server
 def test_sglang_serve_runs_our_worker(reference, servers):
-    """Run logit processors, and refuse unsupported fields, with SGLang's switches for both on."""
+    """Run logit processors, and refuse unsupported fields, with SGLang's switches for both on.
+
+    The one server of the normal lane that starts as a user's does: others are forks.
+    """
     servers.close()
     flags = ("--enable-return-hidden-states", "--enable-custom-logit-processor")
     requests = _requests()
     with serve(
         *("--model-path", TARGET, *FLOAT32, *dflash_arguments(), *flags),
         env=COUNTED,
-        launcher=("-c", SGLANG, "serve"),
-        start=warm_start(),
+        launcher=(str(Path(sys.executable).with_name("sglang")), "serve"),
     ) as server:
         answers = server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
