@@ -69,7 +69,7 @@ def test_bf16_differs_from_the_target_only_at_near_ties(server, capsys):
     position is printed.
     """
     requests = requests_from_prompts()
-    requests = random.Random(0).sample(requests, len(requests) // 6)  # bf16 is slow on many a CPU
+    requests = random.Random(0).sample(requests, len(requests) // 9)  # bf16 is slow on many a CPU
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     prompts = [request.get("input_ids") or tokenizer.encode(request["text"]).ids for request in requests]
     answers = [answer["output_ids"] for answer in server.generate_many(requests, 16)]
