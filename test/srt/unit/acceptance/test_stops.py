@@ -50,6 +50,7 @@ def answer(tokenizer, tokens, run: int, sampling, grammar=None):
         req.update_finish_state(len(accepted))
         if req.finished():
             break
+    assert req.grammar is grammar
     reason = req.finished_reason and req.finished_reason.to_json()
     return list(req.output_ids_through_stop), reason, req.reasoning_tokens
 
