@@ -36,8 +36,7 @@ class Patch:
         target: Dotted path of a callable.
         why: Reason for the patch.
         build: Returns the new value, when the patch is applied. Imports wait until then.
-        remove_when: State of SGLang in which the patch is not needed any more.
-        upstream: Proposal for that state, a link or a text in our docs.
+        upstream: Proposal that would make the patch unnecessary, a link or a text in our docs.
         until: First release of SGLang that does not need the patch. None: every supported release needs it.
         feature: Feature that is off if the target is missing or has changed. None: DFLASH cannot be served
             without the patch.
@@ -49,7 +48,6 @@ class Patch:
     target: str
     why: str
     build: Callable[[], Any]
-    remove_when: str
     upstream: str
     until: str | None = None
     feature: str | None = None

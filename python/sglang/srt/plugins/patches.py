@@ -29,41 +29,31 @@ RECURRENT_WIDTH = "adaptive width for targets with recurrent states"
 AT_CPU_LOAD = (
     CpuPatch(
         target="sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
-        remove_when="SGLang keeps snapshots on a CPU",
         upstream="https://github.com/sgl-project/sglang/pull/37705",
         feature=RECURRENT,
         signature="()",
         why="the CPU runtime keeps snapshots of recurrent states for the prefix cache, SGLang only on GPUs",
         build=load_ours("srt.hardware_backend.cpu.operators.supports_snapshots"),
     ),
-    *(
-        CpuPatch(
-            target=f"sglang.kernels.ops.mamba.mamba_state_scatter_triton.{name}",
-            remove_when="SGLang has these functions in PyTorch",
-            upstream=upstream,
-            feature=RECURRENT,
-            signature=signature,
-            why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
-            build=load_ours(f"srt.hardware_backend.cpu.operators.{name}"),
-        )
-        for name, upstream, signature in (
-            (
-                "track_mamba_states_all_layers",
-                "docs/dev/upstream/cpu-operators.md",
-                "(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
-                "batch_size, check_freed_slots)",
-            ),
-            (
-                "scatter_mamba_states_after_mtp_verify",
-                "https://github.com/sgl-project/sglang/pull/37851",
-                "(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
-                "mamba_steps_to_track, src_indices_raw)",
-            ),
-        )
+    CpuPatch(
+        target="sglang.kernels.ops.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers",
+        feature=RECURRENT,
+        signature="(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
+        "batch_size, check_freed_slots)",
+        why="SGLang copies recurrent states between slots in Triton, which a CPU cannot run",
+        build=load_ours("srt.hardware_backend.cpu.operators.track_mamba_states_all_layers"),
+    ),
+    CpuPatch(
+        target="sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify",
+        upstream="https://github.com/sgl-project/sglang/pull/37851",
+        feature=RECURRENT,
+        signature="(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+        "mamba_steps_to_track, src_indices_raw)",
+        why="SGLang commits the states of accepted tokens in Triton, which a CPU cannot run",
+        build=load_ours("srt.hardware_backend.cpu.operators.scatter_mamba_states_after_mtp_verify"),
     ),
     CpuPatch(
         target="sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
-        remove_when="SGLang has this function in PyTorch",
         feature=RECURRENT,
         signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
         why="the output norm of GatedDeltaNet is a Triton kernel except on CPUs with AMX",
@@ -71,7 +61,6 @@ AT_CPU_LOAD = (
     ),
     CpuPatch(
         target="sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
-        remove_when="SGLang has this function in PyTorch",
         feature="targets with shared experts on a CPU",
         signature="(hidden_states, gate_weight, shared_output, output, do_add)",
         why="the gate of a shared expert (Qwen3.5 MoE) is a Triton kernel on any device",
@@ -79,7 +68,6 @@ AT_CPU_LOAD = (
     ),
     CpuPatch(
         target="torch.Tensor.pin_memory",
-        remove_when="SGLang asks whether there is an accelerator",
         feature=RECURRENT,
         why="SGLang pins a tensor in every decode step with states; PyTorch refuses without an accelerator",
         build=load_ours("srt.hardware_backend.cpu.operators.pin_nothing"),
@@ -87,7 +75,6 @@ AT_CPU_LOAD = (
     CpuPatch(
         target="sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
         until="0.5.23",
-        remove_when="SGLang 0.5.22 is not supported any more",
         feature=RECURRENT,
         signature="(batch, track_positions)",
         why="SGLang 0.5.22 pins a tensor in every decode step with states, whatever the device",
@@ -95,7 +82,6 @@ AT_CPU_LOAD = (
     ),
     CpuPatch(
         target="sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
-        remove_when="SGLang looks for NCCL on GPUs only",
         feature="several ranks on a CPU",
         signature="()",
         why="if PyTorch brings NCCL, two ranks on a CPU get a communicator that needs a device",
@@ -108,7 +94,6 @@ AT_CPU_LOAD = (
 AT_CPU_ATTENTION = (
     CpuPatch(
         target="sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
-        remove_when="PyTorch takes oneDNN by itself",
         feature=SPEED,
         signature="(self, layer, x, bias)",
         why="PyTorch takes MKL for float32, twice as slow as oneDNN, and loops over bfloat16 rows without "
@@ -117,7 +102,6 @@ AT_CPU_ATTENTION = (
     ),
     CpuPatch(
         target="sglang.srt.layers.layernorm.RMSNorm.forward_native",
-        remove_when="SGLang calls PyTorch's norm",
         feature=SPEED,
         signature="(self, x, residual, post_residual_addition, quant_linear)",
         why="SGLang's norm takes six operators, PyTorch has one that computes the same",
@@ -125,7 +109,6 @@ AT_CPU_ATTENTION = (
     ),
     CpuPatch(
         target="sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
-        remove_when="SGLang rotates both at once",
         feature=SPEED,
         signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
         why="SGLang rotates queries and keys one after the other, in twice the operators",
@@ -136,7 +119,6 @@ AT_CPU_ATTENTION = (
 AT_LOAD = (
     Patch(
         target="sglang.srt.server_args.ServerArgs.add_cli_args",
-        remove_when="SGLang lets plugins declare flags",
         upstream="docs/dev/upstream/plugin-doors.md",
         feature="the flags of sglang-dflash on the command line (their environment variables work)",
         signature="(parser)",
@@ -149,7 +131,6 @@ AT_LOAD = (
 AT_FRONT_END = (
     Patch(
         target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
-        remove_when="SGLang checks their types and ranges",
         upstream="https://github.com/sgl-project/sglang/pull/28960",
         feature="checks of sampling parameters",
         signature="(self)",
@@ -159,7 +140,6 @@ AT_FRONT_END = (
     Patch(
         target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
         until="0.5.23",
-        remove_when="SGLang 0.5.22 is not supported any more",
         upstream="https://github.com/sgl-project/sglang/issues/31915",
         feature="streamed calls that a request requires",
         signature="(self, new_text, tools)",
@@ -170,7 +150,6 @@ AT_FRONT_END = (
 
 _REPORTS = Patch(
     target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
-    remove_when="workers and plugins can report to /server_info",
     upstream="docs/dev/upstream/plugin-doors.md",
     feature="DFLASH's reports in /server_info",
     signature="(self, state)",
@@ -182,7 +161,6 @@ AT_WORKER = (
     _REPORTS,
     Patch(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
-        remove_when="SGLang's loader leaves a draft's packed tensors to its model",
         upstream="https://github.com/sgl-project/sglang/issues/39087",
         feature="quantized drafts",
         signature="(self)",
@@ -191,7 +169,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
-        remove_when="every target has DFLASH's interface",
         upstream="docs/dev/upstream/plugin-doors.md",
         feature="targets that capture hidden states through EAGLE-3's interface only",
         signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
@@ -201,7 +178,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
-        remove_when="SGLang's GatedDeltaNet verifies different numbers of tokens",
         upstream="https://github.com/sgl-project/sglang/issues/38897",
         feature=RECURRENT_WIDTH,
         signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
@@ -210,7 +186,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
-        remove_when="SGLang lets a chunk wait if the KV pool is full",
         upstream="docs/dev/upstream/prefill-chunks.md",
         feature="mixed chunks in a full KV pool",
         signature="(self, chunk_limit)",
@@ -219,7 +194,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        remove_when="SGLang ends a run of tokens at its first stop, and counts its reasoning up to there",
         upstream="https://github.com/sgl-project/sglang/issues/39826",
         feature="stop strings and reasoning tokens as without a draft",
         signature="(self, new_accepted_len)",
@@ -228,7 +202,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
-        remove_when="SGLang passes the selector to each runner's updater, and answers errors of an update",
         upstream="docs/dev/upstream/weight-updates.md",
         feature="weight updates of the draft from tensors",
         is_class=True,
@@ -239,7 +212,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler.validate_dflash_request",
-        remove_when="SGLang's check is as strict",
         upstream="docs/dev/upstream/plugin-doors.md",
         signature="(req, enable_overlap)",
         why="answer a request that DFLASH cannot serve exactly with HTTP 400",
@@ -247,7 +219,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
-        remove_when="SGLang's scheduler checks requests, and runs no refused one",
         upstream="https://github.com/sgl-project/sglang/pull/28960",
         signature="(self, recv_req, mm_input_error)",
         why="some values end the scheduler, also in requests that SGLang refuses, and front ends differ",
@@ -255,7 +226,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
-        remove_when="processors get the tokens of the step before",
         upstream="docs/dev/upstream/plugin-doors.md",
         signature="(self, batch, last_batch)",
         why="a custom logit processor reads its request's tokens, which the host must know by then",
@@ -263,7 +233,6 @@ AT_WORKER = (
     ),
     Patch(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",
-        remove_when="graphs are captured with the worker's own input",
         upstream="docs/dev/upstream/plugin-doors.md",
         is_class=True,
         signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "

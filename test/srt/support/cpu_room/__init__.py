@@ -36,7 +36,6 @@ def _patch(target: str, ours: Callable[..., Any], is_around: bool = False) -> Pa
         signature=f"({', '.join(parameters)})",
         build=build,
         why="SGLang's needs a GPU",
-        remove_when="SGLang runs it on a CPU",
         upstream="docs/dev/upstream/cpu-operators.md",
     )
 

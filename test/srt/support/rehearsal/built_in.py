@@ -40,7 +40,6 @@ def follow_the_fallback(attention: Callable[[], None], buckets: tuple[int, ...])
         why="rehearse SGLang's worker",
         build=lambda: create,
         kind="around",
-        remove_when="never: a test's",
         upstream="none",
     )
     patch.install((stage,))

@@ -7,13 +7,14 @@ Unwritten slots hold NaN, so a read out of bounds shows.
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.engine import Pools, start
 
@@ -23,6 +24,7 @@ from sglang_dflash.srt.hardware_backend.cpu.attention import (
     cuts_by_length,
     is_needed,
 )
+from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 TOLERANCE = 1e-5
 HEAD_DIM = 16
@@ -85,12 +87,30 @@ def attend(
     return output.flatten(1)
 
 
-def compare(lengths, width, *, heads=4, kv_heads=2, causal=True, window=None, page_size=1, seed=0) -> float:
-    """Return the largest difference over a batch of blocks behind contexts of these lengths."""
+def largest_error(
+    mode: str,
+    lengths,
+    widths,
+    *,
+    heads=6,
+    kv_heads=2,
+    causal=True,
+    window=None,
+    cap=0.0,
+    sinks=False,
+    page_size=1,
+    seed=0,
+) -> float:
+    """Return the largest difference over a batch.
+
+    Requests have these committed lengths and this many queries each. mode: "extend", "decode", "verify", or
+    "own lengths" to verify different numbers of tokens.
+    """
     generator = torch.Generator().manual_seed(seed)
+    totals = [n + width for n, width in zip(lengths, widths, strict=True)]
     pools = Pools(
         len(lengths),
-        max(lengths) + width,
+        max(totals),
         layers=2,
         kv_heads=kv_heads,
         head_dim=HEAD_DIM,
@@ -103,64 +123,51 @@ def compare(lengths, width, *, heads=4, kv_heads=2, causal=True, window=None, pa
         HEAD_DIM**-0.5,
         num_kv_heads=kv_heads,
         layer_id=1,
+        logit_cap=cap,
         sliding_window_size=-1 if window is None else window,
         attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
     )
-    keys = [torch.randn(n + width, kv_heads, HEAD_DIM, generator=generator) for n in lengths]
-    values = [torch.randn(n + width, kv_heads, HEAD_DIM, generator=generator) for n in lengths]
-    queries = torch.randn(len(lengths), width, heads, HEAD_DIM, generator=generator)
+    options = {"sinks": torch.randn(heads, generator=generator) * 2} if sinks else {}
+    keys, values = (
+        [torch.randn(total, kv_heads, HEAD_DIM, generator=generator) for total in totals] for _ in range(2)
+    )
+    queries = [torch.randn(width, heads, HEAD_DIM, generator=generator) for width in widths]
     for request, n in enumerate(lengths):
         where = pools.slots(request, 0, n)
         pools.token_to_kv_pool.set_kv_buffer(layer, where, keys[request][:n], values[request][:n])
+    batch = pools.extend([[0] * total for total in totals], lengths)
+    if mode == "decode":
+        batch.forward_mode = ForwardMode.DECODE
+    elif mode != "extend":
+        batch.forward_mode, batch.seq_lens = ForwardMode.TARGET_VERIFY, torch.tensor(lengths)
+        batch.spec_info = DFlashVerifyInput(
+            draft_token_num=widths[0], capture_hidden_mode=CaptureHiddenMode.FULL
+        )
+        if mode == "own lengths":
+            batch.spec_info.ragged = SimpleNamespace(num_draft_tokens=np.array(widths) - 1)
 
     def attention(input_ids, positions, batch):
-        new_keys = torch.cat([k[-width:] for k in keys])
-        new_values = torch.cat([v[-width:] for v in values])
-        return layer(queries.flatten(0, 1).flatten(1), new_keys.flatten(1), new_values.flatten(1), batch)
+        new = [torch.cat([t[n:] for t, n in zip(tensors, lengths)]).flatten(1) for tensors in (keys, values)]
+        return layer(torch.cat(queries).flatten(1), *new, batch, **options)
 
-    batch = pools.blocks(torch.zeros(len(lengths), width, dtype=torch.int64), lengths)
-    found = pools.forward(attention, batch).view(len(lengths), width, -1)
-    expected = [attend(queries[i], keys[i], values[i], n, causal, window) for i, n in enumerate(lengths)]
-    difference = (found.double() - torch.stack(expected)).abs().max()
-    assert not difference.isnan(), "a slot that nobody had written was read"
+    found = pools.forward(attention, batch)
+    expected = torch.cat(
+        [
+            attend(q, k, v, n, causal, window, cap, options.get("sinks"))
+            for q, k, v, n in zip(queries, keys, values, lengths, strict=True)
+        ]
+    )
     for request, n in enumerate(lengths):  # what the block computed stays in the pool
-        stored = pools.token_to_kv_pool.get_key_buffer(1)[pools.slots(request, n, n + width)]
+        stored = pools.token_to_kv_pool.get_key_buffer(1)[pools.slots(request, n, totals[request])]
         assert torch.equal(stored, keys[request][n:])
+    difference = (found.double().view_as(expected) - expected).abs().max()
+    assert not difference.isnan(), "a slot that nobody had written was read"
     return difference.item()
 
 
-CONTEXTS = [[0], [1], [7], [0, 0], [5, 5, 5], [0, 33, 2], [17, 3, 8, 1]]
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lengths", CONTEXTS, ids=str)
-def test_contexts(lengths, causal):
-    assert compare(lengths, width=5, causal=causal) < TOLERANCE
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [1, 3, 8, 100])
-@pytest.mark.parametrize("lengths", [[20], [0, 33, 2], [6, 6]], ids=str)
-def test_windows(lengths, window, causal):
-    """Windows are smaller than the block, between block and context, larger than everything."""
-    assert compare(lengths, width=5, causal=causal, window=window) < TOLERANCE
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (6, 2), (8, 1)])
-def test_grouped_heads(heads, kv_heads, causal):
-    assert compare([9, 2], width=4, heads=heads, kv_heads=kv_heads, causal=causal) < TOLERANCE
-
-
-@pytest.mark.parametrize("width", [1, 2, 16])
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_widths_and_pages(width, page_size):
-    assert compare([30, 1, 16], width=width, page_size=page_size) < TOLERANCE
-
-
 @given(
-    lengths=st.lists(st.integers(0, 24), min_size=1, max_size=5),
-    width=st.integers(1, 9),
+    requests=st.lists(st.tuples(st.integers(0, 24), st.integers(1, 9)), min_size=1, max_size=5),
+    mode=st.sampled_from(["verify", "own lengths"]),
     group=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
     causal=st.booleans(),
@@ -168,29 +175,14 @@ def test_widths_and_pages(width, page_size):
     page_size=st.sampled_from([1, 4]),
     seed=st.integers(0, 1000),
 )
-def test_anything(lengths, width, group, kv_heads, causal, window, page_size, seed):
+@example([(0, 1)], "verify", 1, 1, True, None, 1, 0)
+@example([(17, 5), (3, 5), (8, 5), (1, 5)], "verify", 3, 2, False, 3, 16, 0)
+@example([(0, 4), (33, 1), (2, 16)], "own lengths", 8, 1, True, 8, 1, 0)
+def test_blocks(requests, mode, group, kv_heads, causal, window, page_size, seed):
+    lengths, widths = map(list, zip(*requests))
+    widths = widths[:1] * len(widths) if mode == "verify" else widths
     shape = {"heads": group * kv_heads, "kv_heads": kv_heads, "page_size": page_size}
-    assert compare(lengths, width, causal=causal, window=window, seed=seed, **shape) < TOLERANCE
-
-
-def test_a_request_does_not_depend_on_its_neighbours():
-    """A request's output is the same alone as next to a long one.
-
-    The batch is padded to its longest request, and a longer padded row may sum in another order, so
-    rounding may differ.
-    """
-
-    def output(lengths):
-        pools = Pools(2, 64, layers=1, kv_heads=1, head_dim=HEAD_DIM)
-        layer = RadixAttention(1, HEAD_DIM, HEAD_DIM**-0.5, num_kv_heads=1, layer_id=0)
-        states = torch.randn(64, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0))
-        for request, n in enumerate(lengths):
-            pools.token_to_kv_pool.set_kv_buffer(layer, pools.slots(request, 0, n), states[:n], states[:n])
-        block = states[:4].flatten(1).repeat(len(lengths), 1)
-        batch = pools.blocks(torch.zeros(len(lengths), 4, dtype=torch.int64), lengths)
-        return pools.forward(lambda *_: layer(block, block, block, batch), batch)[:4]
-
-    torch.testing.assert_close(output([6]), output([6, 50]), rtol=0, atol=1e-6)
+    assert largest_error(mode, lengths, widths, causal=causal, window=window, seed=seed, **shape) < TOLERANCE
 
 
 OPTIONS = {
@@ -200,51 +192,6 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "all": {"window": 5, "cap": 2.0, "sinks": True},
 }
-HEADS, KV_HEADS = 6, 2
-
-
-def run_mode(mode: str, lengths, widths, *, window=None, cap=0.0, sinks=False, seed=0) -> float:
-    """Return the largest difference over a batch: a decode step, a prefill, or verify chains.
-
-    Requests have these committed lengths and this many queries each.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    pools = Pools(len(lengths), 128, layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, seed=seed)
-    layer = RadixAttention(
-        HEADS,
-        HEAD_DIM,
-        HEAD_DIM**-0.5,
-        num_kv_heads=KV_HEADS,
-        layer_id=0,
-        logit_cap=cap,
-        sliding_window_size=-1 if window is None else window,
-    )
-    options = {"sinks": torch.randn(HEADS, generator=generator) * 2} if sinks else {}
-    totals = [n + width for n, width in zip(lengths, widths, strict=True)]
-    keys, values = (
-        [torch.randn(total, KV_HEADS, HEAD_DIM, generator=generator) for total in totals] for _ in range(2)
-    )
-    queries = [torch.randn(width, HEADS, HEAD_DIM, generator=generator) for width in widths]
-    for request, n in enumerate(lengths):
-        where = pools.slots(request, 0, n)
-        pools.token_to_kv_pool.set_kv_buffer(layer, where, keys[request][:n], values[request][:n])
-    if mode == "extend":
-        batch = pools.extend([[0] * total for total in totals], lengths)
-    else:
-        batch = pools.blocks(torch.zeros(len(lengths), widths[0], dtype=torch.int64), lengths)
-    if mode == "decode":
-        batch.forward_mode, batch.seq_lens, batch.spec_info = ForwardMode.DECODE, batch.seq_lens + 1, None
-
-    def attention(input_ids, positions, batch):
-        new = [torch.cat([t[n:] for t, n in zip(tensors, lengths)]).flatten(1) for tensors in (keys, values)]
-        return layer(torch.cat(queries).flatten(1), *new, batch, **options)
-
-    found = pools.forward(attention, batch).view(-1, HEADS * HEAD_DIM).split(list(widths))
-    worst = 0.0
-    for q, k, v, n, output in zip(queries, keys, values, lengths, found, strict=True):
-        expected = attend(q, k, v, n, True, window, cap, options.get("sinks"))
-        worst = max(worst, (output.double() - expected).abs().max().item())
-    return worst
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -252,7 +199,7 @@ def run_mode(mode: str, lengths, widths, *, window=None, cap=0.0, sinks=False, s
     "mode, lengths, widths",
     [
         ("verify", [0, 33, 2], [4, 4, 4]),
-        ("verify", [9], [5]),
+        ("own lengths", [9, 30, 2], [5, 2, 1]),
         ("decode", [0, 33, 2], [1, 1, 1]),
         ("extend", [0, 4, 0], [9, 7, 1]),
         ("extend", [0, 11], [80, 70]),  # beyond what is folded into one KV head's queries
@@ -260,7 +207,7 @@ def run_mode(mode: str, lengths, widths, *, window=None, cap=0.0, sinks=False, s
     ids=lambda value: str(value).replace(" ", ""),
 )
 def test_modes_and_options(mode, lengths, widths, options):
-    assert run_mode(mode, lengths, widths, **options) < TOLERANCE
+    assert largest_error(mode, lengths, widths, **options) < TOLERANCE
 
 
 def test_latent_keys():

@@ -8,10 +8,10 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import pytest
 import yaml
+from check_circles import imported_names
 from serving import ROOT
 from support.core_files import CORE
 
@@ -29,18 +29,6 @@ def modules() -> set[str]:
     return {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")}
 
 
-def test_every_folder_with_code_is_listed(pyproject):
-    folders = {str(Path(module).parent).replace("/", ".") for module in modules()}
-    listed = pyproject["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(folders)
-
-
-def test_every_package_has_an_init():
-    """Without `__init__.py`, editable and zip imports of an installed folder differ."""
-    for module in modules():
-        assert f"{Path(module).parent.as_posix()}/__init__.py" in modules(), module
-
-
 def test_core_files_import_no_sglang_at_collection():
     """A file that does turns `make test-core` red, which only that lane would show."""
     command = [sys.executable, "-m", "pytest", "--core", "--collect-only", "-q", "-p", "no:cacheprovider"]
@@ -49,15 +37,9 @@ def test_core_files_import_no_sglang_at_collection():
     assert {name for name in CORE if f"{name}::" in done.stdout} == set(CORE)
 
 
-def test_both_entry_points_share_a_name(pyproject):
-    """SGLANG_PLUGINS filters by name: two names could switch off half the plugin."""
-    declared = pyproject["project"]["entry-points"]
-    assert set(declared) == set(GROUPS)
-    assert {name for group in declared.values() for name in group} == {"dflash"}
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_installed_entry_points_load(group):
+    """SGLANG_PLUGINS filters by name: two names could switch off half the plugin."""
     (ours,) = [entry for entry in entry_points(group=group) if entry.dist.name == "sglang-dflash"]
     assert ours.name == "dflash"
     assert callable(ours.load())
@@ -87,33 +69,20 @@ def test_every_supported_release_is_tested():
     assert default and default[1] == SUPPORTED[-1]
 
 
-def imported_modules(source: str) -> set[str]:
-    """List all modules that a file imports; `from a import b` counts as a and a.b."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
 def test_nothing_of_the_built_in_dflash_is_imported():
     """No file of the package imports SGLang's DFlash or DSpark modules.
 
     One function is exempt: before a server falls back to the built-in, it asks the built-in's parser.
     """
-    parser = "sglang.srt.speculative.dflash_utils"
-    asked = {SOURCE / "srt" / "arg_groups" / "fallback.py": {parser, f"{parser}.parse_dflash_draft_config"}}
     built_in = ("sglang.srt.speculative.dflash", "sglang.srt.speculative.dspark", "sglang.srt.models.dflash")
-    assert any(
-        name.startswith(built_in)
-        for name in imported_modules("from sglang.srt.speculative import dflash_info")
-    )
-    for path in SOURCE.rglob("*.py"):
-        wrong = {name for name in imported_modules(path.read_text()) if name.startswith(built_in)}
-        wrong -= asked.get(path, set())
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+    found = {
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path in SOURCE.rglob("*.py")
+        for name in imported_names(ast.parse(path.read_text()).body, late=True)
+        if name.startswith(built_in)
+    }
+    parser = "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config"
+    assert found == {f"srt/arg_groups/fallback.py: {parser}"}
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +142,3 @@ def test_links_of_the_wheels_description_are_absolute(wheel):
     links = re.findall(r"\]\(([^)\s]+)\)", wheel.read(name).decode())
     assert len(links) > 20
     assert not [link for link in links if not link.startswith(("https://", "#"))]
-
-
-def test_the_wheel_declares_the_entry_points(wheel):
-    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    text = wheel.read(name).decode()
-    for group in GROUPS:
-        assert f"[{group}]\ndflash = sglang_dflash.srt.plugins.entry_points:" in text

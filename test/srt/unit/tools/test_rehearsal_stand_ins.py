@@ -132,27 +132,6 @@ def test_a_greedy_step_launches_little(path):
     assert counts["graph"] == 2 and 0 < counts["launch"] <= launch_table.MOST_LAUNCHES
 
 
-def test_flashinfer_needs_four_launches_of_metadata():
-    """Lengths and key indices of both models, and the copy of a plan for each."""
-    assert launch_table.counts_of(launch_table.LISTS / "flashinfer-dflash.txt")["metadata"] == 4
-
-
-def test_kinds_of_launches():
-    kinds = {
-        "replay:draft <- decode_cuda_graph_runner.py execute: "
-        "output = self.backend.replay(self._replay_graph_key, forward_batch)": "graph",
-        "copy_ <- cuda_graph_buffer_registry.py fill_from: dst.copy_(src)": "input",
-        "copy_ <- decode_cuda_graph_runner.py load_batch: "
-        "buffers.input_embeds[:raw_num_token].copy_(forward_batch.input_embeds)": "input",
-        "tolist <- verify.py verify: batch.seq_lens_sum = sum(seq_lens_cpu.tolist())": "host",
-        "flashinfer:plan <- flashinfer_backend.py fast_prefill_plan: "
-        "self._plan_info = self._cached_module.plan(*args)": "metadata",
-        "triton:pack_blocks_kernel <- block.py pack_blocks_triton: pack_blocks_kernel[(1,)](": "metadata",
-        "triton:accept_kernel <- accept.py _launch: accept_kernel[(bs,)](": "launch",
-    }
-    assert {operation: launch_table.kind_of(operation) for operation in kinds} == kinds
-
-
 def test_the_page_of_launches_shows_the_lists():
     assert launch_table.table() in (ROOT / "benchmark" / "results" / "launches.md").read_text()
 

@@ -10,8 +10,9 @@ values as well (MLA). Attention sinks come with the call. Layers that keep only 
 slots, and reads are translated to them as writes are.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -52,40 +53,29 @@ class _Visibility:
 
 @dataclass(slots=True)
 class _Segment:
-    """The last `width` tokens of each of bs requests, as queries.
+    """The last tokens of each of bs requests, as queries.
 
     Attributes:
-        rows: the queries among the forward's tokens, request by request: a slice, or int64 indices.
-        slots: [bs * longest] int64, pool slots by position, 0 past a request's end (SGLang's padding slot).
+        rows: the queries among the forward's tokens, `width` of each request, as `_as_slice` returns them.
+        slots: pool slots by position, `longest` of each request, as `_as_slice` returns them. 0 past a
+            request's end (SGLang's padding slot).
+        window_slots: [bs * longest] int64, the slots in the pool of window layers.
         lengths: [bs] int64, committed tokens and queries.
-        window_slots: `slots` in the pool of window layers.
         counts: [bs] int64, queries of each request. A request with fewer than `width` repeats its last one.
-            None: all have `width`.
-        span: `slots`, as a slice if one request's slots lie side by side. Nothing is copied then.
     """
 
     rows: slice | torch.Tensor
-    width: int
-    slots: torch.Tensor
+    slots: slice | torch.Tensor
+    window_slots: Any
     lengths: torch.Tensor
-    window_slots: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    span: slice | torch.Tensor = field(init=False)
+    counts: torch.Tensor
+    width: int
+    longest: int
     _masks: dict[tuple[_Visibility, int], torch.Tensor | None] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.span = self.slots
-        if self.bs == 1 and bool((self.slots.diff() == 1).all()):
-            first = int(self.slots[0])
-            self.span = slice(first, first + self.longest)
 
     @property
     def bs(self) -> int:
         return self.lengths.numel()
-
-    @property
-    def longest(self) -> int:
-        return self.slots.numel() // self.bs
 
     def mask(self, visibility: _Visibility, group: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the term to add to scores, [bs, 1, group * width, longest]; None for zero.
@@ -95,23 +85,19 @@ class _Segment:
         """
         key = (visibility, group)
         if key not in self._masks:
-            seen = self._seen(visibility)
-            if seen is None:
-                self._masks[key] = None
-            else:
+            seen, mask = self._seen(visibility), None
+            if seen is not None:
                 mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-                self._masks[key] = mask.repeat(1, group, 1)[:, None]
+                mask = mask.repeat(1, group, 1)[:, None]
+            self._masks[key] = mask
         return self._masks[key]
 
     def _seen(self, visibility: _Visibility) -> torch.Tensor | None:
         """Return which keys each query sees, [bs, width, longest] bool; None for all keys."""
         keys = torch.arange(self.longest)[None, None, :]
         lengths = self.lengths[:, None, None]
-        queries = torch.arange(self.width)[None, :, None]
-        if self.counts is None:
-            queries = lengths - self.width + queries
-        else:
-            queries = lengths - self.counts[:, None, None].sub(queries).clamp(min=1)
+        to_come = self.counts[:, None, None] - torch.arange(self.width)[None, :, None]
+        queries = lengths - to_come.clamp(min=1)
         sees_no_less = self.width == 1 or not visibility.causal
         if sees_no_less and visibility.window < 0 and bool((self.lengths == self.longest).all()):
             return None
@@ -142,6 +128,28 @@ def cuts_by_length(lengths: list[int], cost: int) -> list[int]:
     return cut(0, len(lengths))
 
 
+def _groups(lengths: torch.Tensor, counts: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the requests of each segment, whose lengths and numbers of queries are alike.
+
+    Numbers of queries with the same next power of two share a segment.
+    """
+    exponents = counts.double().log2().ceil()
+    for exponent in exponents.unique():
+        members = (exponents == exponent).nonzero().squeeze(1)
+        by_length, order = lengths[members].sort()
+        cost = SEGMENT_COST * 8 // max(int(counts[members].max()), 2)
+        cuts = cuts_by_length(by_length.tolist(), cost)
+        # In the order of the batch if nothing is cut: its queries lie side by side then.
+        yield from members[order].tensor_split(cuts) if cuts else [members]
+
+
+def _as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
+    """Return indices that lie side by side as a slice, so that reading them copies nothing."""
+    first = int(indices[0])
+    is_run = bool((indices.diff() == 1).all())
+    return slice(first, first + indices.numel()) if is_run else indices
+
+
 def full_attention(backend: Any) -> Any:
     """Return a target's attention backend without that of its recurrent layers."""
     return getattr(backend, "full_attn_backend", backend)
@@ -165,86 +173,39 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             return []
         if mode.is_target_verify():
             ragged = getattr(forward_batch.spec_info, "ragged", None)
-            if ragged is not None:
-                return self._by_count(requests, lengths, torch.from_numpy(ragged.num_draft_tokens + 1))
-            width = forward_batch.spec_info.num_tokens_per_req
-            return self._by_length(requests, lengths + width, width)
-        if mode.is_decode():
-            return self._by_length(requests, lengths, 1)
-        if forward_batch.extend_seq_lens is None:
+            if ragged is None:
+                counts = torch.full_like(lengths, forward_batch.spec_info.num_tokens_per_req)
+            else:
+                counts = torch.from_numpy(ragged.num_draft_tokens + 1)
+            lengths = lengths + counts
+        elif mode.is_decode():
+            counts = torch.ones_like(lengths)
+        elif forward_batch.extend_seq_lens is None:
             raise NotImplementedError(f"sglang-dflash's CPU attention does not run {mode}.")
-        segments, start = [], 0
-        for i, width in enumerate(forward_batch.extend_seq_lens.tolist()):
-            if width:
-                rows = slice(start, start + width)
-                segments.append(self._segment(requests[i : i + 1], lengths[i : i + 1], width, rows))
-            start += width
-        return segments
-
-    def _by_count(
-        self, requests: torch.Tensor, committed: torch.Tensor, counts: torch.Tensor
-    ) -> list[_Segment]:
-        """Make segments of requests with about as many queries.
-
-        Numbers of queries with the same next power of two share a segment. `counts` is [bs] int64, the
-        queries of each request, packed request after request.
-        """
+        else:
+            counts = forward_batch.extend_seq_lens.long()
+        groups = counts.nonzero() if mode.is_extend_without_speculative() else _groups(lengths, counts)
         starts = counts.cumsum(0) - counts
-        exponents = (counts - 1).double().add(1).log2().ceil().long()
-        segments = []
-        for exponent in range(int(exponents.max()) + 1):
-            members = (exponents == exponent).nonzero().squeeze(1)
-            if not members.numel():
-                continue
-            own = counts[members]
-            width = int(own.max())
-            rows = starts[members, None] + torch.arange(width).expand(len(own), -1).minimum(own[:, None] - 1)
-            lengths = committed[members] + own
-            same = None if bool((own == width).all()) else own
-            segments += self._by_length(requests[members], lengths, width, rows, same)
-        return segments
-
-    def _by_length(
-        self,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        width: int,
-        rows: torch.Tensor | None = None,
-        counts: torch.Tensor | None = None,
-    ) -> list[_Segment]:
-        """Make segments of requests that are padded to the longest of their segment.
-
-        `rows` is [bs, width] int64, the queries, or None for all tokens of the forward. `counts` are those of
-        `_Segment`.
-        """
-        by_length, order = lengths.sort()
-        cuts = cuts_by_length(by_length.tolist(), SEGMENT_COST * 8 // max(width, 2))
-        if not cuts and rows is None:
-            return [self._segment(requests, lengths, width, slice(0, requests.numel() * width))]
-        if rows is None:
-            rows = torch.arange(requests.numel() * width).view(-1, width)
-        segments = []
-        for members in order.tensor_split(cuts):
-            own = None if counts is None else counts[members]
-            segments.append(
-                self._segment(requests[members], lengths[members], width, rows[members].flatten(), own)
-            )
-        return segments
+        return [self._segment(requests[own], lengths[own], counts[own], starts[own]) for own in groups]
 
     def _segment(
-        self,
-        requests: torch.Tensor,
-        lengths: torch.Tensor,
-        width: int,
-        rows: slice | torch.Tensor,
-        counts: torch.Tensor | None = None,
+        self, requests: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor
     ) -> _Segment:
-        positions = torch.arange(int(lengths.max()))
-        slots = self.req_to_token_pool.req_to_token[requests, : positions.numel()].long()
-        slots = slots.masked_fill(positions[None, :] >= lengths[:, None], 0).flatten()
+        """Make a segment of requests, whose queries begin at the tokens `starts`, all [bs] int64."""
+        width, longest = int(counts.max()), int(lengths.max())
+        rows = starts[:, None] + torch.arange(width).minimum(counts[:, None] - 1)
+        slots = self.req_to_token_pool.req_to_token[requests, :longest].long()
+        slots = slots.masked_fill(torch.arange(longest) >= lengths[:, None], 0).flatten()
         has_windows = self.use_sliding_window_kv_pool
-        window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if has_windows else None
-        return _Segment(rows, width, slots, lengths, window_slots, counts)
+        return _Segment(
+            rows=_as_slice(rows.flatten()),
+            slots=_as_slice(slots),
+            window_slots=self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if has_windows else None,
+            lengths=lengths,
+            counts=counts,
+            width=width,
+            longest=longest,
+        )
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
         """Attend, and write k and v into the pool if `save_kv_cache`.
@@ -273,7 +234,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         keeps_window = self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]
         outputs = []
         for segment in self._segments:
-            slots = cast(torch.Tensor, segment.window_slots) if keeps_window else segment.span
+            slots = segment.window_slots if keeps_window else segment.slots
             attended = self._attend(
                 segment,
                 q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),

@@ -9,7 +9,6 @@ It computes what SGLang's layers compute, with fewer roundings: the sum of all l
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,8 +75,7 @@ def _is_dense(layer: Any, model: Any) -> bool:
         return False
     attention, mlp = layer.self_attn, layer.mlp
     products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [norm for norm in _qk_norms(attention) if norm is not None]
+    norms = layer.input_layernorm, layer.post_attention_layernorm, *_qk_norms(attention)
     return (
         all(is_packed(product) for product in products)
         and all(_is_plain_norm(norm) for norm in norms)
@@ -86,8 +84,9 @@ def _is_dense(layer: Any, model: Any) -> bool:
     )
 
 
-def _qk_norms(attention: Any) -> tuple[Any, Any]:
-    return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+def _qk_norms(attention: Any) -> list[Any]:
+    """List the norms of queries and of keys, if there are any."""
+    return [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
 
 
 def _is_plain_norm(norm: Any) -> bool:
@@ -101,23 +100,17 @@ def _rotates_all(rotary: Any) -> bool:
     return is_plain and rotary.rotary_dim == rotary.head_size and not hasattr(rotary, "sin_cos_cache")
 
 
-@dataclass(frozen=True, slots=True)
 class Rotation:
-    """Factors of the heads at a forward's positions, [n, 1, head_dim] each.
+    """Rotation of heads at a forward's positions.
 
     Attributes:
-        cos: cosines, for both halves of a head.
-        sin: sines, negative for the first half, which takes its share from the second.
+        cos: [n, 1, head_dim], cosines, for both halves of a head.
+        sin: [n, 1, head_dim], sines, negative for the first half, which takes its share from the second.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    @classmethod
-    def at(cls, positions: torch.Tensor, rotary: Any, dtype: torch.dtype) -> "Rotation":
-        """Look up positions, [n] int64."""
+    def __init__(self, positions: torch.Tensor, rotary: Any, dtype: torch.dtype):
         cos, sin = rotary.cos_sin_cache.index_select(0, positions).to(dtype)[:, None].chunk(2, dim=-1)
-        return cls(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
+        self.cos, self.sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def apply(self, heads: torch.Tensor) -> torch.Tensor:
         """Rotate heads, [n, heads, head_dim]."""
@@ -125,94 +118,54 @@ class Rotation:
         return torch.addcmul(heads * self.cos, swapped, self.sin)
 
 
-@dataclass(frozen=True, slots=True)
-class DenseLayer:
-    """A decoder layer: attention and a gated MLP, each behind a norm.
-
-    Attributes:
-        attn: SGLang's attention, which writes K and V.
-        num_heads: query heads.
-        num_normed: query and key heads, which are rotated.
-        qk_norms: norms of queries and of keys; None if there are none.
-    """
-
-    input_norm: "Norm"
-    qkv: Callable[[torch.Tensor], torch.Tensor]
-    qk_norms: "tuple[Norm, Norm] | None"
-    attn: Any
-    output: Callable[[torch.Tensor], torch.Tensor]
-    mlp_norm: "Norm"
-    gate_up: Callable[[torch.Tensor], torch.Tensor]
-    down: Callable[[torch.Tensor], torch.Tensor]
-    num_heads: int
-    num_normed: int
-    head_dim: int
-
-    @classmethod
-    def of_module(cls, layer: Any) -> "DenseLayer":
-        attention, mlp = layer.self_attn, layer.mlp
-        norms = [norm for norm in _qk_norms(attention) if norm is not None]
-        return cls(
-            input_norm=Norm.of_module(layer.input_layernorm),
-            qkv=_product(attention.qkv_proj),
-            qk_norms=(Norm.of_module(norms[0]), Norm.of_module(norms[1])) if norms else None,
-            attn=attention.attn,
-            output=_product(attention.o_proj),
-            mlp_norm=Norm.of_module(layer.post_attention_layernorm),
-            gate_up=_product(mlp.gate_up_proj),
-            down=_product(mlp.down_proj),
-            num_heads=attention.num_heads,
-            num_normed=attention.num_heads + attention.num_kv_heads,
-            head_dim=attention.head_dim,
-        )
-
-    @property
-    def norms(self) -> "tuple[Norm, ...]":
-        return (self.input_norm, self.mlp_norm, *(self.qk_norms or ()))
-
-    def run(self, total: torch.Tensor, rotation: Rotation, attend: Any, forward_batch: Any) -> None:
-        """Add the layer's outputs to `total`, [n, hidden] float32."""
-        qkv = self.qkv(self.input_norm.apply(total))
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        queries_keys = heads[:, : self.num_normed]
-        if self.qk_norms is not None:
-            parts = queries_keys.split((self.num_heads, self.num_normed - self.num_heads), dim=1)
-            normed = [norm.apply(part) for part, norm in zip(parts, self.qk_norms, strict=True)]
-            queries_keys = torch.cat(normed, dim=1)
-        rotated = rotation.apply(queries_keys)
-        q, k, v = rotated[:, : self.num_heads], rotated[:, self.num_heads :], heads[:, self.num_normed :]
-        total.add_(self.output(attend(q, k, v, self.attn, forward_batch)))
-        gate, up = self.gate_up(self.mlp_norm.apply(total)).chunk(2, dim=-1)
-        total.add_(self.down(silu(gate).mul_(up)))
-
-
-@dataclass(frozen=True, slots=True)
 class Norm:
     """RMS norm of the last dimension, by PyTorch's layer norm of x and -x, whose mean is zero.
 
     It is one operator. PyTorch's RMS norm takes seven on a CPU.
-
-    Attributes:
-        weights: [2, size] float32, the module's weight and ones, for the half that is thrown away.
     """
 
-    module: Any
-    weights: torch.Tensor
-    eps: float
-
-    @classmethod
-    def of_module(cls, module: Any) -> "Norm":
-        weights = torch.ones(2, module.weight.numel(), dtype=torch.float32)
-        return cls(module, weights, module.variance_epsilon)
+    def __init__(self, module: Any):
+        self._module, self._eps = module, module.variance_epsilon
+        # The module's weight, and ones for the half that is thrown away.
+        self._weights = torch.ones(2, module.weight.numel(), dtype=torch.float32)
 
     def read_weight(self) -> None:
-        self.weights[0].copy_(self.module.weight)
+        self._weights[0].copy_(self._module.weight)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Norm x, [..., size]; the result is rounded to bfloat16."""
         both = x.unsqueeze(-2) * _SIGNS
-        normed = layer_norm(both, self.weights.shape, self.weights, None, self.eps)
+        normed = layer_norm(both, self._weights.shape, self._weights, None, self._eps)
         return normed.select(-2, 0).to(torch.bfloat16)
+
+
+class DenseLayer:
+    """A decoder layer: attention and a gated MLP, each behind a norm."""
+
+    def __init__(self, layer: Any):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.input_norm, self.mlp_norm = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self._qk_norms = [Norm(norm) for norm in _qk_norms(attention)]
+        self.norms = [self.input_norm, self.mlp_norm, *self._qk_norms]
+        self._qkv, self._output = _product(attention.qkv_proj), _product(attention.o_proj)
+        self._gate_up, self._down = _product(mlp.gate_up_proj), _product(mlp.down_proj)
+        self._attention = attention.attn  # SGLang's, which writes K and V
+        self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self._head_dim = attention.head_dim
+
+    def run(self, total: torch.Tensor, rotation: Rotation, attend: Any, forward_batch: Any) -> None:
+        """Add the layer's outputs to `total`, [n, hidden] float32."""
+        heads = self._qkv(self.input_norm.apply(total)).view(len(total), -1, self._head_dim)
+        num_rotated = self._num_heads + self._num_kv_heads
+        queries_keys, v = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self._qk_norms:
+            parts = queries_keys.split((self._num_heads, self._num_kv_heads), dim=1)
+            normed = [norm.apply(part) for part, norm in zip(parts, self._qk_norms, strict=True)]
+            queries_keys = torch.cat(normed, dim=1)
+        q, k = rotation.apply(queries_keys).split((self._num_heads, self._num_kv_heads), dim=1)
+        total.add_(self._output(attend(q, k, v, self._attention, forward_batch)))
+        gate, up = self._gate_up(self.mlp_norm.apply(total)).chunk(2, dim=-1)
+        total.add_(self._down(silu(gate).mul_(up)))
 
 
 def _product(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -225,8 +178,8 @@ class DenseForward:
 
     def __init__(self, model: Any):
         self._model = model
-        self.layers = [DenseLayer.of_module(layer) for layer in model.layers]
-        self._last_norm = Norm.of_module(model.norm)
+        self.layers = [DenseLayer(layer) for layer in model.layers]
+        self._last_norm = Norm(model.norm)
         self._rotary = model.layers[0].self_attn.rotary_emb
         self._packed: Any = None
         self.read_norms()
@@ -250,7 +203,7 @@ class DenseForward:
         """Run the model as SGLang's `forward` does, and return what it returns."""
         self.read_norms()
         embeddings = self._model.embed_tokens(input_ids) if input_embeds is None else input_embeds
-        rotation = Rotation.at(positions, self._rotary, embeddings.dtype)
+        rotation = Rotation(positions, self._rotary, embeddings.dtype)
         attend = full_attention(get_attn_backend()).attend
         total, captured = embeddings.float(), AuxHiddenStateList()
         for index, layer in enumerate(self.layers):
