@@ -4,7 +4,6 @@ CORE = (
     "test_acceptance.py",
     "test_bench.py",
     "test_block_conv.py",
-    "test_cpu_room.py",
     "test_cpu_runtime.py",
     "test_cycle_counts.py",
     "test_draft_attention.py",

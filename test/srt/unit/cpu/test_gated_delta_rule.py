@@ -37,8 +37,15 @@ def random_inputs(tokens):
     return q, k, v, a, b, torch.rand(VALUE_HEADS).log(), torch.randn(VALUE_HEADS)
 
 
-def expected_rule(function, q, k, v, a, b, A_log, dt_bias, state):
+def some_tokens(inputs, which):
+    """Return the inputs of some tokens: a slice, or a list of indices."""
+    q, k, v, a, b, A_log, dt_bias = inputs
+    return q[:, which], k[:, which], v[:, which], a[which], b[which], A_log, dt_bias
+
+
+def expected_rule(function, inputs, state):
     """Return transformers' answer for one request; its state is [heads, key dim, value dim]."""
+    q, k, v, a, b, A_log, dt_bias = inputs
     repeat = VALUE_HEADS // KEY_HEADS
     outputs, state = function(
         q.repeat_interleave(repeat, dim=2),
@@ -53,35 +60,40 @@ def expected_rule(function, q, k, v, a, b, A_log, dt_bias, state):
     return outputs, state[0].transpose(-1, -2)
 
 
+def update(inputs, pool, slots, starts, **aside):
+    """Run the recurrence of the stand-in."""
+    q, k, v, a, b, A_log, dt_bias = inputs
+    return ours.fused_sigmoid_gating_delta_rule_update_cpu(
+        A_log, dt_bias, q, k, v, a, b, pool, slots, starts, use_qk_l2norm_in_kernel=True, **aside
+    )
+
+
 def starts_of(lengths):
     return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def test_prompts_in_chunks():
     starts, slots = starts_of(LENGTHS), 1 + torch.randperm(NUM_SLOTS - 1)[: len(LENGTHS)].int()
-    q, k, v, a, b, A_log, dt_bias = random_inputs(int(starts[-1]))
+    inputs = random_inputs(int(starts[-1]))
+    q, k, v, a, b, A_log, dt_bias = inputs
     pool = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
     before = pool.clone()
     g, beta = ours.fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     outputs, _, at_chunks = ours.chunk_gated_delta_rule_cpu(
         q, k, v, g, beta, pool, starts, False, True, slots
     )
-    first_chunk = 0
+    at_chunks = iter(at_chunks[0])
     for i, length in enumerate(LENGTHS):
-        part = slice(int(starts[i]), int(starts[i + 1]))
-        inputs = [x[:, part] for x in (q, k, v)] + [a[part], b[part], A_log, dt_bias]
-        want, state = expected_rule(reference.torch_chunk_gated_delta_rule, *inputs, before[slots[i]])
-        close(outputs[:, part], want)
+        own = slice(int(starts[i]), int(starts[i + 1]))
+        request, first = some_tokens(inputs, own), before[slots[i]]
+        want, state = expected_rule(reference.torch_chunk_gated_delta_rule, request, first)
+        close(outputs[:, own], want)
         close(pool[slots[i]], state)
-        for chunk in range(-(-length // ours.CHUNK)):
-            inputs = [x[:, part][:, : chunk * ours.CHUNK] for x in (q, k, v)]
-            inputs += [x[part][: chunk * ours.CHUNK] for x in (a, b)] + [A_log, dt_bias]
-            want = before[slots[i]]
-            if chunk:
-                _, want = expected_rule(reference.torch_recurrent_gated_delta_rule, *inputs, want)
-            close(at_chunks[0, first_chunk + chunk], want)
-        first_chunk += -(-length // ours.CHUNK)
-    assert first_chunk == at_chunks.shape[1]
+        for tokens in range(0, length, ours.CHUNK):
+            known = some_tokens(request, slice(tokens))
+            rule = reference.torch_recurrent_gated_delta_rule
+            close(next(at_chunks), expected_rule(rule, known, first)[1] if tokens else first)
+    assert not list(at_chunks)
     untouched = [slot for slot in range(NUM_SLOTS) if slot not in slots.tolist()]
     assert torch.equal(pool[untouched], before[untouched])
 
@@ -91,32 +103,16 @@ def test_prompts_in_chunks():
 def test_token_by_token(steps, verify):
     bs = 3
     slots, rows = torch.tensor([4, 1, 7], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32)
-    starts = torch.arange(0, bs * steps + 1, steps, dtype=torch.int32)
-    q, k, v, a, b, A_log, dt_bias = random_inputs(bs * steps)
+    inputs = random_inputs(bs * steps)
     pool = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
     aside = torch.full((bs + 1, steps, VALUE_HEADS, VALUE_DIM, KEY_DIM), torch.nan)
     before = pool.clone()
-    outputs = ours.fused_sigmoid_gating_delta_rule_update_cpu(
-        A_log,
-        dt_bias,
-        q=q,
-        k=k,
-        v=v,
-        a=a,
-        b=b,
-        initial_state_source=pool,
-        initial_state_indices=slots,
-        cu_seqlens=starts,
-        use_qk_l2norm_in_kernel=True,
-        disable_state_update=verify,
-        intermediate_states_buffer=aside if verify else None,
-        intermediate_state_indices=rows if verify else None,
-    )
+    where = dict(intermediate_states_buffer=aside, intermediate_state_indices=rows) if verify else {}
+    outputs = update(inputs, pool, slots, starts_of([steps] * bs), disable_state_update=verify, **where)
     for i in range(bs):
         for kept in range(1, steps + 1):
-            part = slice(i * steps, i * steps + kept)
-            inputs = [x[:, part] for x in (q, k, v)] + [a[part], b[part], A_log, dt_bias]
-            want, state = expected_rule(reference.torch_recurrent_gated_delta_rule, *inputs, before[slots[i]])
+            part = some_tokens(inputs, slice(i * steps, i * steps + kept))
+            want, state = expected_rule(reference.torch_recurrent_gated_delta_rule, part, before[slots[i]])
             if verify:
                 close(aside[rows[i], kept - 1], state)
         close(outputs[:, i * steps : (i + 1) * steps], want)
@@ -130,45 +126,19 @@ def test_a_block_computes_what_its_tokens_do_one_by_one():
     PyTorch's exp and sigmoid round differently if an array's length leaves a remainder.
     """
     bs, steps, slots = 3, 6, torch.tensor([4, 1, 7], dtype=torch.int32)
-    q, k, v, a, b, A_log, dt_bias = random_inputs(bs * steps)
+    inputs, rows = random_inputs(bs * steps), torch.arange(bs)
     states = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
     windows = torch.randn(NUM_SLOTS, CHANNELS, WIDTH - 1)
     weights, x = torch.randn(CHANNELS, WIDTH), torch.randn(bs, CHANNELS, steps)
-    rows = torch.arange(bs)
     aside = torch.zeros(bs, steps, *states.shape[1:])
     windows_aside = torch.zeros(bs, steps, CHANNELS, WIDTH - 1)
-    common = {"initial_state_indices": slots, "use_qk_l2norm_in_kernel": True}
-    block = ours.fused_sigmoid_gating_delta_rule_update_cpu(
-        A_log,
-        dt_bias,
-        q,
-        k,
-        v,
-        a,
-        b,
-        initial_state_source=states,
-        disable_state_update=True,
-        intermediate_states_buffer=aside,
-        intermediate_state_indices=rows,
-        cu_seqlens=steps * torch.arange(bs + 1),
-        **common,
-    ).view(bs, steps, VALUE_HEADS, VALUE_DIM)
+    where = dict(intermediate_states_buffer=aside, intermediate_state_indices=rows)
+    block = update(inputs, states, slots, starts_of([steps] * bs), disable_state_update=True, **where)
     convolved = ours.causal_conv1d_update_cpu(x, windows, weights, None, "silu", slots, windows_aside, rows)
     for t in range(steps):
         now = [i * steps + t for i in range(bs)]
-        one = ours.fused_sigmoid_gating_delta_rule_update_cpu(
-            A_log,
-            dt_bias,
-            q[:, now],
-            k[:, now],
-            v[:, now],
-            a[now],
-            b[now],
-            initial_state_source=states,
-            cu_seqlens=torch.arange(bs + 1),
-            **common,
-        )
-        close(one[0], block[:, t], 1e-6)
+        one = update(some_tokens(inputs, now), states, slots, starts_of([1] * bs))
+        close(one, block[:, now], 1e-6)
         close(states[slots], aside[:, t], 1e-6)
         one = ours.causal_conv1d_update_cpu(x[..., t].contiguous(), windows, weights, None, "silu", slots)
         close(one, convolved[..., t], 1e-6)
@@ -248,12 +218,8 @@ def test_what_is_committed_is_what_was_accepted():
     pairs = [(Caches.temporal, Caches.intermediate_ssm), *zip(Caches.conv, Caches.intermediate_conv_window)]
     for pool, aside in pairs:
         for slot in range(8):
-            want = (
-                aside[:, written[slot][0], written[slot][1]]
-                if slot in written
-                else torch.zeros_like(pool[:, 0])
-            )
-            assert torch.equal(pool[:, slot], want)
+            row, step = written.get(slot, (0, 0))
+            assert torch.equal(pool[:, slot], aside[:, row, step] * (slot in written))
 
 
 def test_a_target_without_one_kind_of_state():

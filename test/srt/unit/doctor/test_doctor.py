@@ -6,7 +6,6 @@ import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +35,10 @@ def examine(draft: Path, *more: str, target: Path = TARGET) -> int:
     return doctor.main(["--model-path", str(target), "--draft", str(draft), *more])
 
 
+def open_pair(draft: Path) -> Pair:
+    return Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(draft), True))
+
+
 def make_target(folder: Path, **changes) -> Path:
     """Write the bundled target without its weights, with `changes` to its config."""
     folder.mkdir()
@@ -46,13 +49,8 @@ def make_target(folder: Path, **changes) -> Path:
     return folder
 
 
-def with_tensors(**tensors):
-    """Replace tensors; None removes one."""
-
-    def change(found):
-        return {name: t for name, t in (found | tensors).items() if t is not None}
-
-    return change
+def without(name: str):
+    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != name}
 
 
 def quantised(tensors):
@@ -80,62 +78,45 @@ def absolute_d2t(tensors):
     return tensors | {"d2t": torch.arange(tensors["d2t"].numel()) + tensors["d2t"]}
 
 
-# fault -> (how the checkpoint is made, the words of the doctor)
+# fault -> (how the checkpoint differs from a bundled one, the words of the doctor)
 BROKEN = {
     "layer ids one too high": (
-        lambda folder: make_draft(folder, dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
+        dict(dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
         r"name the last layer.*subtract one from each",
     ),
     "mask token": (
-        lambda folder: make_draft(folder, dflash_config={"mask_token_id": 300}),
+        dict(dflash_config={"mask_token_id": 300}),
         r"mask_token_id 300 is an ordinary piece of text.*<\|mask\|> is 3",
     ),
-    "another vocabulary": (
-        lambda folder: make_draft(folder, vocab_size=4096),
-        r"vocab_size is 4096, but the target's.* is 2048",
-    ),
+    "another vocabulary": (dict(vocab_size=4096), r"vocab_size is 4096, but the target's.* is 2048"),
     "d2t out of order": (
-        lambda folder: make_draft(folder, shuffled_d2t, base=SPECULATORS_DRAFT),
+        dict(weights=shuffled_d2t, base=SPECULATORS_DRAFT),
         r"d2t maps to the tokens that t2d names, but in another order",
     ),
     "d2t out of order, without t2d": (
-        lambda folder: make_draft(
-            folder, lambda t: with_tensors(t2d=None)(shuffled_d2t(t)), base=PEAGLE_DRAFT
-        ),
+        dict(weights=lambda t: without("t2d")(shuffled_d2t(t)), base=PEAGLE_DRAFT),
         r"rows of the draft's head are not those of the target's tokens that d2t maps them to",
     ),
     "d2t as target ids": (
-        lambda folder: make_draft(folder, absolute_d2t, base=PEAGLE_DRAFT),
+        dict(weights=absolute_d2t, base=PEAGLE_DRAFT),
         r"d2t points outside.*look like target ids, where offsets",
     ),
-    "a tensor too small": (
-        lambda folder: make_draft(folder, cut),
-        r"down_proj.weight is \(253, 512\), expected \(256, 512\)",
-    ),
-    "another hidden size": (
-        lambda folder: make_draft(folder, hidden_size=512),
-        r"hidden_size is 512, but the target's.* is 256",
-    ),
+    "a tensor too small": (dict(weights=cut), r"down_proj.weight is \(253, 512\), expected \(256, 512\)"),
+    "another hidden size": (dict(hidden_size=512), r"hidden_size is 512, but the target's.* is 256"),
     "a missing norm": (
-        lambda folder: make_draft(folder, with_tensors(**{"hidden_norm.weight": None})),
+        dict(weights=without("hidden_norm.weight")),
         r"tensor hidden_norm.weight: missing",
     ),
     "a quantised draft": (
-        lambda folder: make_draft(folder, quantised),
+        dict(weights=quantised),
         r"tensor layers.1.mlp.up_proj.weight_scale \(F32\): the config names no quantization for it",
     ),
     "a quantised draft of another library": (
-        lambda folder: make_draft(folder, quantization_config={"quant_method": "awq"}),
+        dict(quantization_config={"quant_method": "awq"}),
         r"quantization_config: quant_method 'awq' is not served",
     ),
-    "another depth": (
-        lambda folder: make_draft(folder, num_target_layers=36),
-        r"num_target_layers is 36, but",
-    ),
-    "another end of text": (
-        lambda folder: make_draft(folder, eos_token_id=9),
-        r"eos_token_id is 9 in the draft and 0 in",
-    ),
+    "another depth": (dict(num_target_layers=36), r"num_target_layers is 36, but"),
+    "another end of text": (dict(eos_token_id=9), r"eos_token_id is 9 in the draft and 0 in"),
 }
 
 
@@ -148,8 +129,8 @@ def test_nothing_is_found_in_a_bundled_draft(draft, capsys):
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_fault_is_named(what, tmp_path, capsys):
-    make, said = BROKEN[what]
-    assert examine(make(tmp_path / "draft")) == 1
+    changes, said = BROKEN[what]
+    assert examine(make_draft(tmp_path / "draft", **changes)) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fault: ")]
     assert any(re.search(said, line) for line in faults), faults
 
@@ -177,15 +158,6 @@ def test_a_fault_is_named(what, tmp_path, capsys):
 def test_who_serves_is_said(changes, words, tmp_path, capsys):
     examine(make_draft(tmp_path / "draft", **changes))
     assert words in capsys.readouterr().out
-
-
-def test_a_file_cut_short_is_named(tmp_path, capsys):
-    draft = make_draft(tmp_path / "draft")
-    data = (draft / "model.safetensors").read_bytes()
-    (draft / "model.safetensors").write_bytes(data[: len(data) * 9 // 10])
-    assert examine(draft) == 2
-    said = capsys.readouterr().err
-    assert re.search(r"doctor: .*model.safetensors is no safetensors file: .*file not fully covered", said)
 
 
 @pytest.mark.parametrize("draft", [SPECULATORS_DRAFT, PEAGLE_DRAFT], ids=lambda path: path.name)
@@ -233,34 +205,29 @@ def test_notes_are_no_faults(tmp_path, capsys):
     assert "note: the target is quantised" in said and "rope_theta is 10000 in the draft and 500000" in said
 
 
-def folder_with(path: Path, **files: str | bytes) -> Path:
+def folder_with(path: Path, config: str | None = None, tensors: bytes | None = None) -> Path:
     path.mkdir()
-    for name, content in files.items():
-        (path / name.replace("__", ".")).write_bytes(
-            content if isinstance(content, bytes) else content.encode()
-        )
+    if config is not None:
+        (path / "config.json").write_text(config)
+    if tensors is not None:
+        (path / "model.safetensors").write_bytes(tensors)
     return path
 
 
-CONFIG = (DRAFT / "config.json").read_text()
+CONFIG, TENSORS = (DRAFT / "config.json").read_text(), (DRAFT / "model.safetensors").read_bytes()
 BAD_INPUT = {
     "no such path": (lambda p: p / "nowhere", "no such directory"),
     "no config": (lambda p: folder_with(p / "d"), "config.json cannot be read: No such file"),
-    "no JSON": (lambda p: folder_with(p / "d", config__json="{"), "config.json is not JSON"),
-    "no object": (
-        lambda p: folder_with(p / "d", config__json="[]"),
-        "config.json must hold an object, this is a list",
-    ),
-    "no tensors": (lambda p: folder_with(p / "d", config__json=CONFIG), "no safetensors file"),
+    "no JSON": (lambda p: folder_with(p / "d", "{"), "config.json is not JSON"),
+    "no object": (lambda p: folder_with(p / "d", "[]"), "config.json must hold an object, this is a list"),
+    "no tensors": (lambda p: folder_with(p / "d", CONFIG), "no safetensors file"),
     "no header": (
-        lambda p: folder_with(p / "d", config__json=CONFIG, model__safetensors=b"hello"),
+        lambda p: folder_with(p / "d", CONFIG, b"hello"),
         "model.safetensors is no safetensors file",
     ),
-    "garbled header": (
-        lambda p: folder_with(
-            p / "d", config__json=CONFIG, model__safetensors=(4).to_bytes(8, "little") + b"oops"
-        ),
-        "model.safetensors is no safetensors file",
+    "cut short": (
+        lambda p: folder_with(p / "d", CONFIG, TENSORS[: len(TENSORS) * 9 // 10]),
+        "model.safetensors is no safetensors file: .*file not fully covered",
     ),
     "a file": (lambda p: DRAFT / "config.json", "a file, where the directory"),
     "another architecture": (lambda p: TARGET, "neither a DFlash nor a P-EAGLE draft.*Qwen3ForCausalLM"),
@@ -320,9 +287,7 @@ def few(observed: measure.Observed) -> measure.Observed:
 
 
 def measured_pair(draft: Path, observed) -> tuple[Pair, measure.Measurement]:
-    pair = Pair(
-        Checkpoint.open(str(TARGET), with_tensors=False), Checkpoint.open(str(draft), with_tensors=True)
-    )
+    pair = open_pair(draft)
     return pair, measure.measure(pair, observed)
 
 
@@ -360,79 +325,80 @@ def test_what_was_kept_is_the_targets_text(bundled):
         assert at >= len(tokens) - 1
 
 
+def reversed_layers(tensors):
+    return tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(4, dim=1)[::-1], dim=1)}
+
+
+PREDECESSORS, SUCCESSORS = (f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
+
+
+def transposed(tensors):
+    """Give a codebook the right shape, and the other order of its numbers."""
+    codebook = tensors[PREDECESSORS]
+    return tensors | {PREDECESSORS: codebook.T.reshape(codebook.shape).contiguous()}
+
+
+LAYER_IDS_TOO_LOW = dict(dflash_config={"target_layer_ids": [0, 3, 6, 9]})
 MEASURED = {
-    "layer ids one too low": (
-        lambda folder, base: make_draft(folder, base=base, dflash_config={"target_layer_ids": [0, 3, 6, 9]}),
-        r"fits better with every target layer id one higher.*Add one to each",
-    ),
     "target layers last to first": (
-        lambda folder, base: make_draft(
-            folder,
-            lambda t: t | {"fc.weight": torch.cat(t["fc.weight"].chunk(4, dim=1)[::-1], dim=1)},
-            base,
-        ),
+        dict(weights=reversed_layers),
         r"target's layers in reversed order.*Reverse the column blocks of fc.weight",
     ),
     "another special token as mask": (
-        lambda folder, base: make_draft(folder, base=base, dflash_config={"mask_token_id": 1}),
+        dict(dflash_config={"mask_token_id": 1}),
         r"fits better with <\|mask\|> \(3\) as its mask token",
     ),
     "weights of nobody": (
-        lambda folder, base: make_draft(folder, lambda t: t | {"norm.weight": -t["norm.weight"]}, base),
+        dict(weights=lambda t: t | {"norm.weight": -t["norm.weight"]}),
         r"hardly any drafted token is accepted",
     ),
 }
-PREDECESSORS, SUCCESSORS = (f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
+NO_SELECTOR = r"fits better without its selector.*fetch the draft again"
 MEASURED_SELECTOR = {
     "codebooks swapped": (
-        lambda folder, base: make_draft(
-            folder, lambda t: t | {PREDECESSORS: t[SUCCESSORS], SUCCESSORS: t[PREDECESSORS]}, base
-        ),
-        r"fits better without its selector.*fetch the draft again",
+        dict(weights=lambda t: t | {PREDECESSORS: t[SUCCESSORS], SUCCESSORS: t[PREDECESSORS]}),
+        NO_SELECTOR,
     ),
-    # The shape is right, the order of the numbers is the other one.
-    "a codebook transposed": (
-        lambda folder, base: make_draft(
-            folder,
-            lambda t: t | {PREDECESSORS: t[PREDECESSORS].T.reshape(t[PREDECESSORS].shape).contiguous()},
-            base,
-        ),
-        r"fits better without its selector.*fetch the draft again",
-    ),
+    "a codebook transposed": (dict(weights=transposed), NO_SELECTOR),
 }
-ONE_TOO_LOW = "layer ids one too low"
 
 
-def planted(base: Path, what: str, make, said: str, *marks) -> Any:
-    return pytest.param(base, what, make, said, id=f"{what}-{base.name}", marks=marks)
+def planted(base: Path, faults: dict, *marks) -> list:
+    return [
+        pytest.param(base, *fault, id=f"{what}-{base.name}", marks=marks) for what, fault in faults.items()
+    ]
 
 
 PLANTED = [
-    *(planted(DRAFT, what, *MEASURED[what]) for what in MEASURED),
-    # The same measurements find them.
-    *(
-        planted(DFLASH2_DRAFT, what, *MEASURED[what], pytest.mark.long)
-        for what in MEASURED
-        if what != ONE_TOO_LOW
-    ),
-    *(planted(DFLASH2_DRAFT, what, *MEASURED_SELECTOR[what]) for what in MEASURED_SELECTOR),
+    *planted(DRAFT, MEASURED),
+    *planted(DFLASH2_DRAFT, MEASURED, pytest.mark.long),  # the same measurements find them
+    *planted(DFLASH2_DRAFT, MEASURED_SELECTOR),
 ]
 
 
-@pytest.mark.parametrize("base, what, make, said", PLANTED)
-def test_a_fault_that_only_measuring_shows(base, what, make, said, observed, tmp_path):
-    pair, found = measured_pair(
-        make(tmp_path / "draft", base), observed if what == ONE_TOO_LOW else few(observed)
-    )
+def measured_faults(pair: Pair, found: measure.Measurement) -> list[str]:
+    """List the faults that measuring names, where the files show none."""
     assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
-    faults = [str(f) for f in measure.findings(found) if f.level == "fault"]
+    return [str(f) for f in measure.findings(found) if f.level == "fault"]
+
+
+@pytest.mark.parametrize("base, changes, said", PLANTED)
+def test_a_fault_that_only_measuring_shows(base, changes, said, observed, tmp_path):
+    pair, found = measured_pair(make_draft(tmp_path / "draft", base=base, **changes), few(observed))
+    faults = measured_faults(pair, found)
     assert any(re.search(said, line) for line in faults), (faults, found.outcomes)
+
+
+def test_layer_ids_one_too_low(observed, tmp_path):
+    pair, found = measured_pair(make_draft(tmp_path / "draft", **LAYER_IDS_TOO_LOW), observed)
+    [line] = measured_faults(pair, found)
+    assert re.search("fits better with every target layer id one higher.*Add one to each", line)
 
 
 def test_layer_ids_one_too_low_show_with_a_selector(observed, tmp_path):
     """The right reading fits best. The built-in prompts are too few for more than that figure."""
-    make, _ = MEASURED[ONE_TOO_LOW]
-    _, found = measured_pair(make(tmp_path / "draft", DFLASH2_DRAFT), observed)
+    draft = make_draft(tmp_path / "draft", base=DFLASH2_DRAFT, **LAYER_IDS_TOO_LOW)
+    _, found = measured_pair(draft, observed)
     best = max(found.outcomes, key=lambda outcome: outcome.evidence.gain)
     assert best.reading.label == "layer ids one higher" and best.evidence.gain > 0.01, found.outcomes
 
@@ -442,7 +408,7 @@ def test_layer_ids_one_too_low_show_with_a_selector(observed, tmp_path):
 )
 def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
     """Logits of one block equal those of the speculators library's own model."""
-    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(checkpoint), True))
+    pair = open_pair(checkpoint)
     draft = measure.load_draft(pair, observed.target)
     data = np.load(ROOT / "test" / "srt" / "golden" / golden / "block_logits.npz")
     count = sum(name.startswith("prompt_") for name in data)
@@ -460,7 +426,7 @@ def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
 
 def test_the_plain_dflash2_draft_accepts_what_the_reference_does(observed):
     """Blocks of some cycles equal those of the float64 reference, token by token."""
-    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(DFLASH2_DRAFT), True))
+    pair = open_pair(DFLASH2_DRAFT)
     draft = measure.load_draft(pair, observed.target)
     reference = ReferenceDFlash2(read_config(DFLASH2_DRAFT), load_file(DFLASH2_DRAFT / "model.safetensors"))
     embedding = observed.target.get_input_embeddings().weight.detach()
@@ -478,7 +444,7 @@ def test_the_plain_dflash2_draft_accepts_what_the_reference_does(observed):
 
 
 def accept_length(folder: Path, observed) -> float:
-    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+    pair = open_pair(folder)
     assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
     draft = measure.load_draft(pair, observed.target)
     found = [blocks(text, draft_everywhere(draft, text, AS_CONFIGURED)) for text in observed.texts]
@@ -496,10 +462,6 @@ def dense_length(observed) -> float:
 def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, tmp_path):
     length = accept_length(write_packed(tmp_path / "draft", DRAFT, scheme), observed)
     assert length > (1 - lost) * dense_length, (length, dense_length)
-
-
-def open_pair(folder: Path) -> Pair:
-    return Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
 
 
 def test_what_each_layer_lost(observed, tmp_path):
@@ -552,7 +514,7 @@ def test_the_scale_of_embeddings(configured, scale, other, tmp_path):
     """The server's law for a target whose module scales embeddings, and the other one as a reading."""
     nested = {} if configured is None else {"dflash_config": {"input_embedding_scale": configured}}
     folder = make_draft(tmp_path / "draft", **nested)
-    pair = Pair(Checkpoint.open(str(TARGET), False), Checkpoint.open(str(folder), True))
+    pair = open_pair(folder)
     table = torch.ones(4, 256)
     draft = plain_draft(pair.config, pair.hf_config, {}, table, table, 3.0)
     assert torch.equal(draft._embed(torch.tensor([1])), table[:1] * scale)
@@ -576,7 +538,7 @@ def test_the_page_is_well_formed_and_needs_nothing_else(bundled):
 
 
 def test_the_page_of_a_draft_that_cannot_be_loaded(tmp_path, capsys):
-    draft = make_draft(tmp_path / "draft", with_tensors(**{"norm.weight": None}))
+    draft = make_draft(tmp_path / "draft", without("norm.weight"))
     html = tmp_path / "page.html"
     assert examine(draft, "--html", str(html)) == 1
     assert "Not measured" in capsys.readouterr().out

@@ -56,22 +56,6 @@ def test_kinds_and_times():
     assert not [entry for entry in others if inspect.ismodule(patch.resolve(entry.target)[0])]
 
 
-def test_how_many_and_where():
-    """SGLang's registries take the rest. No patch touches what they hold."""
-    current = [entry for entry in PATCHES if entry.until is None]
-    assert len(current) <= 23
-    assert len([entry for entry in current if not entry.cpu_only]) <= 13
-    forbidden = (
-        "SpeculativeAlgorithm",
-        "FutureMap",
-        "REGISTRY",
-        "_HOOKS",
-        "ATTENTION_BACKENDS",
-        "ModelRegistry",
-    )
-    assert not [entry.target for entry in current if any(word in entry.target for word in forbidden)]
-
-
 def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in():
     algorithm.register()
     served = pickle.loads(pickle.dumps(algorithm.ServedName("DFLASH")))
@@ -121,27 +105,11 @@ def test_another_signature_is_named(signature):
     assert signature in str(caught.value) and EXAMPLE.signature in str(caught.value)
 
 
-def test_an_import_error_inside_sglang_is_not_taken_for_a_missing_target(tmp_path, monkeypatch):
-    """A module that exists but cannot be imported must name the missing import."""
+def test_a_module_that_cannot_be_imported_names_the_missing_import(tmp_path, monkeypatch):
     (tmp_path / "broken_host.py").write_text("import module_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(patch.Mismatch, match="module_that_is_not_installed"):
         patch.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
-
-
-def test_nothing_is_applied_when_one_check_fails(monkeypatch):
-    """All targets are checked before the first replacement is built."""
-    built = []
-    entries = [
-        dataclasses.replace(entry, build=lambda: built.append(1))
-        for entry in patches.AT_LOAD
-        if not entry.cpu_only
-    ]
-    broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
-    monkeypatch.setattr(patches, "AT_LOAD", (*entries, broken))
-    with pytest.raises(patch.Mismatch):
-        entry_points.patch_at_load()
-    assert not built
 
 
 @pytest.fixture
@@ -164,10 +132,12 @@ def patch_of(name: str, cpu_only: bool = False) -> Patch:
     )
 
 
-def test_worker_patches_are_checked_before_the_first_is_applied(holder):
-    broken = dataclasses.replace(EXAMPLE, signature="(nothing)")
+BROKEN = dataclasses.replace(EXAMPLE, signature="(nothing)")
+
+
+def test_all_targets_are_checked_before_the_first_is_replaced(holder):
     with pytest.raises(patch.Mismatch):
-        patch.install((patch_of("one"), broken))
+        patch.install((patch_of("one"), BROKEN))
     assert holder.one == "stock"
     patch.install((patch_of("one"),))
     assert holder.one == "ours"
@@ -200,7 +170,7 @@ def test_a_failed_build_changes_nothing(holder):
 def test_a_feature_without_its_target_is_off_and_named(holder, caplog):
     """None of the feature's patches is made; those of others are."""
     fits = dataclasses.replace(patch_of("two"), feature="some feature")
-    lacks = dataclasses.replace(EXAMPLE, feature="some feature", signature="(nothing)")
+    lacks = dataclasses.replace(BROKEN, feature="some feature")
     patch.install((fits, lacks, patch_of("one")))
     assert (holder.one, holder.two) == ("ours", "stock")
     [line] = [record.getMessage() for record in caplog.records]
@@ -325,40 +295,17 @@ def test_names_imported_before_the_plugin_are_replaced_too():
         )
 
 
-# Whether our flags are there shows whether anything but the CPU runtime has been installed.
-ANOTHER_SIGNATURE = """
-import argparse
-import sglang
-from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from sglang_dflash.srt.plugins import patches
-from dataclasses import replace
-# As if SGLang had other parameters there, and ours needed it.
-wrong = dict(signature="(parser, more)", feature=None)
-patches.AT_LOAD = tuple(
-    replace(entry, **wrong) if entry.name == "add_cli_args" else entry for entry in patches.AT_LOAD
-)
-load_plugins()
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-print("flags of ours:", "--speculative-copy-ahead" in parser.format_help())
-"""
-
-
-def test_a_mismatch_leaves_the_server_to_sglang():
+def test_a_mismatch_leaves_the_server_to_sglang(holder, monkeypatch, caplog):
     """SGLang goes on without any of our patches, and one line says why."""
-    done = run_to_end("-c", ANOTHER_SIGNATURE, is_cold=True)
-    assert done.code == 0 and "flags of ours: False" in done.output, done.output
-    [line] = [line for line in done.output.splitlines() if "is off" in line]
-    assert "add_cli_args takes (parser), expected (parser, more)" in line
+    monkeypatch.setattr(patches, "AT_LOAD", (patch_of("one"), BROKEN))
+    entry_points.install()
+    assert holder.one == "stock"
+    [line] = [entry.getMessage() for entry in caplog.records]
+    assert "is off" in line and f"{EXAMPLE.target} takes {EXAMPLE.signature}, expected (nothing)" in line
 
 
 def test_any_other_failure_leaves_the_server_to_sglang(monkeypatch, caplog):
-    def fail():
-        raise ValueError("half a hook")
-
-    monkeypatch.setattr(entry_points, "patch_at_load", fail)
+    monkeypatch.setattr(patches, "AT_LOAD", None)
     entry_points.install()
     [line] = [entry.getMessage() for entry in caplog.records]
-    assert "is off" in line and "ValueError: half a hook" in line
+    assert "is off" in line and "TypeError: " in line

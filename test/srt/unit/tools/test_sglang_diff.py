@@ -97,11 +97,6 @@ PLANTED = {
     "a target renamed": ((UTILS, HEAD, "def check_request("), "gone", 1),
     "an argument added": ((UTILS, HEAD, f"{HEAD}rank, "), "rank", 1),
 }
-ANNOTATION = (
-    UTILS,
-    f"{HEAD}req: Req, enable_overlap: bool) -> Optional[str]:",
-    f"{HEAD}req, enable_overlap):",
-)
 
 
 @pytest.mark.parametrize("planted", PLANTED)
@@ -116,15 +111,6 @@ def test_a_planted_change_is_named(planted, copy, capsys):
     assert (f"Required and gone: {CHECK}" in output) == (status == 1)
     if planted == "a body":
         assert f"{UTILS}:" in line and f"--diff {CHECK}" in output
-
-
-def test_comments_docstrings_and_annotations_are_no_change(copy, capsys):
-    folder = copy(
-        ANNOTATION,
-        (UTILS, CONDITION, "if (enable_overlap  # why\n        and req.return_hidden_states):"),
-    )
-    assert run("--against", folder) == 0
-    assert not told(capsys.readouterr().out)
 
 
 def test_a_version_is_recorded(copy, tmp_path):
