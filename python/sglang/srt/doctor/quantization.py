@@ -54,8 +54,8 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
 
     reference, drafts = draft_texts(before, observed, AS_CONFIGURED)
     groups: dict[str, list[str]] = {}
-    for module in sorted(schemes, key=_place):
-        groups.setdefault(_layer(module), []).append(module)
+    for module in sorted(schemes, key=lambda module: (_place(module), module)):
+        groups.setdefault(_place(module)[1], []).append(module)
     layers = []
     for name, modules in groups.items():
         own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
@@ -103,15 +103,10 @@ def text(cost: QuantizationCost) -> str:
     )
 
 
-def _layer(module: str) -> str:
-    """Return the layer of a module: `layers.3`, or its own name."""
-    parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else module
-
-
 def _place(module: str) -> tuple[int, str]:
+    """Return the number and the name of a module's layer; -1 and its own name without one."""
     parts = module.split(".")
-    return (int(parts[1]), module) if parts[0] == "layers" else (-1, module)
+    return (int(parts[1]), ".".join(parts[:2])) if parts[0] == "layers" else (-1, module)
 
 
 def _weight_error(draft: PlainDraft, before: PlainDraft, module: str) -> float:

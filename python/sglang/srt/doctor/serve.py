@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -24,6 +25,8 @@ from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.server_info import Implementation
+
+logger = logging.getLogger(__name__)
 
 OURS, BUILT_IN, REFUSED = "sglang-dflash", "SGLang's built-in DFLASH", "nobody"
 STATUS = {OURS: 0, BUILT_IN: 1, REFUSED: 2}
@@ -87,14 +90,14 @@ def examine(arguments: Sequence[str], gpu_gib: float | None = None) -> Answer:
     """
     from sglang.srt.arg_groups.model_override_base import resolved_view
 
-    log, ours = _Lines(), logging.getLogger("sglang_dflash")
+    log, ours = BufferingHandler(sys.maxsize), logging.getLogger("sglang_dflash")
     with mock.patch.multiple(ours, handlers=[log], propagate=False, level=logging.INFO):
         try:
             server_args = _resolve(arguments)
         except SystemExit as end:  # SGLang's parser has said why
             return Answer(REFUSED, because=(f"the flags cannot be read (exit status {end.code})",))
         except Exception as error:  # any of them ends the start of a server
-            return Answer(REFUSED, because=(str(error) or type(error).__name__,), log=log.lines)
+            return Answer(REFUSED, because=(str(error) or type(error).__name__,), log=_lines(log))
         args = resolved_view(server_args)
         if str(args.speculative_algorithm).upper() != "DFLASH":
             raise BadInput(f"--serve: DFLASH is not requested, but {args.speculative_algorithm}")
@@ -105,9 +108,13 @@ def examine(arguments: Sequence[str], gpu_gib: float | None = None) -> Answer:
             decision.because,
             decision.lost,
             _settings(args, decision.is_builtin),
-            _memory(server_args, args, gpu_gib, log.lines),
-            log.lines,
+            _memory(server_args, args, gpu_gib),
+            _lines(log),
         )
+
+
+def _lines(log: BufferingHandler) -> list[str]:
+    return [record.getMessage() for record in log.buffer]
 
 
 def _resolve(arguments: Sequence[str]) -> Any:
@@ -153,17 +160,6 @@ def pretended_gpu(gib: float) -> Iterator[None]:
         yield
 
 
-class _Lines(logging.Handler):
-    """The lines that our package logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
     """Return what is on and off, from the resolved arguments and options."""
     from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -194,8 +190,8 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
     return found
 
 
-def _memory(server_args: Any, args: Any, gpu_gib: float | None, log: list[str]) -> dict[str, float]:
-    """Return what a rank needs, and the requests that fit. `log` gets what is not known."""
+def _memory(server_args: Any, args: Any, gpu_gib: float | None) -> dict[str, float]:
+    """Return what a rank needs, and the requests that fit. Log what is not known."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.utils.common import get_available_gpu_memory
 
@@ -209,7 +205,7 @@ def _memory(server_args: Any, args: Any, gpu_gib: float | None, log: list[str]) 
             total = gpu_gib - _CONTEXT_GIB
         found |= _pools(server_args, args, total, total - target - draft)
     except Exception as error:  # files elsewhere, too little memory, a target that SGLang sizes by its model
-        log.append(f"More of the memory is not known: {str(error) or type(error).__name__}")
+        logger.info("More of the memory is not known: %s", str(error) or type(error).__name__)
     return found
 
 

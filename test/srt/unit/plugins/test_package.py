@@ -3,11 +3,13 @@
 import ast
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import yaml
@@ -22,11 +24,6 @@ GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
 @pytest.fixture(scope="module")
 def pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def modules() -> set[str]:
-    """List every Python file by its path in the installed package."""
-    return {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in SOURCE.rglob("*.py")}
 
 
 def test_core_files_import_no_sglang_at_collection():
@@ -93,52 +90,37 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
         pytest.skip("pyproject.toml requires setuptools >= 77, and this build may not download it")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    for path in SOURCE.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
-            copy = source / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        target,
-        source,
-    ]
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(SOURCE, source / "python" / "sglang", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, *"-m pip wheel --quiet --no-deps --no-build-isolation".split()]
+    command += ["-w", target, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     (built,) = target.glob("*.whl")
     return zipfile.ZipFile(built)
 
 
-def test_the_wheel_holds_every_module(wheel):
-    packed = {name for name in wheel.namelist() if name.endswith(".py")}
-    assert packed == modules()
-    assert any("stand_in/sgl_kernel/__init__.py" in name for name in packed)
+def test_the_wheel_holds_every_file(wheel):
+    packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert packed == {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in files}
+    assert {"sglang_dflash/py.typed", "sglang_dflash/srt/doctor/page.css"} < packed
+    # Without `__init__.py`, editable and zip imports of an installed folder differ.
+    assert {f"{Path(name).parent.as_posix()}/__init__.py" for name in packed if name.endswith(".py")} < packed
 
 
-def test_the_wheel_holds_every_other_file(wheel):
-    others = [path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
-    names = {f"sglang_dflash/{path.relative_to(SOURCE).as_posix()}" for path in others}
-    assert {"sglang_dflash/py.typed"} < names <= set(wheel.namelist())
+def metadata_of(wheel: zipfile.ZipFile) -> str:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return wheel.read(name).decode()
 
 
 def test_the_wheel_carries_the_licence(wheel):
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    assert "\nLicense-Expression: Apache-2.0\n" in wheel.read(name).decode()
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata_of(wheel)
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
 def test_links_of_the_wheels_description_are_absolute(wheel):
     """A package index shows the README outside the repository."""
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    links = re.findall(r"\]\(([^)\s]+)\)", wheel.read(name).decode())
+    links = re.findall(r"\]\(([^)\s]+)\)", metadata_of(wheel))
     assert len(links) > 20
     assert not [link for link in links if not link.startswith(("https://", "#"))]

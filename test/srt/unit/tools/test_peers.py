@@ -87,23 +87,9 @@ def test_an_engine_gets_the_token_ids(name, path):
     assert all(one["temperature"] == 0 and not one["cache_prompt"] for one in asked)
 
 
-def test_transformers_answers_with_prompt_lookup():
-    """Its greedy tokens do not depend on what is looked up."""
+def test_transformers_answers():
     [peer] = peers.find(str(TARGET), "float32", 1, None)[:1]
-    prompt = {"text": "def add(a, b):\n    return a + b\n\ndef add(a, b):\n"}
     sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     with peer.serve() as server:
-        calls = []
-        generate = server._model.generate
-
-        def noted(ids, **options):
-            calls.append((options, generate(ids, **options)))
-            return calls[-1][1]
-
-        server._model.generate = noted
-        [answer] = server.generate_many([prompt | {"sampling_params": sampling}], 4)
-        options, output = calls[0]
-        del options["prompt_lookup_num_tokens"]
-        plain = generate(output[:, :-12], **options)
-    assert answer == peers.as_answer(12, "length")
-    assert plain.tolist() == output.tolist()
+        answers = server.generate_many([{"text": "def add(a, b):\n", "sampling_params": sampling}], 4)
+    assert answers == [peers.as_answer(12, "length")]

@@ -143,11 +143,8 @@ def scatter_mamba_states_after_mtp_verify(
 def set_mamba_track_indices_from_reqs(batch, track_positions=None):
     """Choose the slots that receive the snapshots of a batch's states, in unpinned memory.
 
-    A request whose state has been freed gets -1. Only SGLang 0.5.22 needs this twin.
-
-    Args:
-        batch: `mamba_track_buffer_indices` (list) and `mamba_track_indices` [bs] are set.
-        track_positions: per request, which of its buffers is next; None: the requests know.
+    `track_positions` says which of its buffers is next for each request, or None if the requests know. A
+    request whose state has been freed gets -1. Only SGLang 0.5.22 needs this twin.
     """
     known = [req.kv.mamba_next_track_idx for req in batch.reqs]
     positions = [one or 0 for one in known] if track_positions is None else list(track_positions)
@@ -161,12 +158,7 @@ def set_mamba_track_indices_from_reqs(batch, track_positions=None):
 def copy_step(pool, steps, rows, slots, step):
     """Copy the state that a request's row holds after its step to the request's slot.
 
-    Args:
-        pool: [layers, slots, ...].
-        steps: [layers, rows, tokens, ...].
-        rows: [bs], the row of each request.
-        slots: [bs], the slot of each request.
-        step: [bs], the step of each request.
+    `pool` is [layers, slots, ...], `steps` [layers, rows, tokens, ...]; the others have an entry a request.
     """
     taken = (step >= 0) & (slots >= 0)
     pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]

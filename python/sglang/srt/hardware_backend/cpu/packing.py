@@ -38,19 +38,14 @@ _PACKED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, Rep
 class _Packed:
     """Part of a method that multiplies with a packed weight. Each layer has its own method.
 
-    Args:
-        keeps_plain: Whether the layer's parameter keeps its values.
-
-    Attributes:
-        weight: The packed weight. None: the layer is unpacked.
+    The layer's parameter keeps its values if `keeps_plain`.
     """
 
     def __init__(self, keeps_plain: bool):
         self._keeps_plain = keeps_plain
-        self.weight: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None  # None: the layer is unpacked
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weight."""
         if self.weight is not None and not self._keeps_plain:
             return
         plain = layer.weight.data
@@ -64,7 +59,6 @@ class _Packed:
         self.weight = None
 
     def plain(self, layer: Any) -> torch.Tensor:
-        """Return the plain weight."""
         is_gone = self.weight is not None and not self._keeps_plain
         return self.weight.to_dense() if is_gone else layer.weight.data  # type: ignore[union-attr]
 
