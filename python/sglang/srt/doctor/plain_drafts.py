@@ -89,13 +89,8 @@ class PlainDraft(ABC):
         return DraftedBlocks(self.target_ids[logits.argmax(dim=-1)], logits)
 
     @abstractmethod
-    def hidden_states(
-        self, tokens: torch.Tensor, aux_hidden: torch.Tensor, anchors: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the states [N, K, hidden] of the drafting rows, after the final norm.
-
-        The arguments are those of `draft_blocks`.
-        """
+    def hidden_states(self, tokens, aux_hidden, anchors) -> torch.Tensor:
+        """Return the states [N, K, hidden] of the drafting rows, after the final norm."""
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return self._embedding[ids] * self.embedding_scale

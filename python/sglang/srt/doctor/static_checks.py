@@ -12,9 +12,7 @@ import torch
 from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_kinds import depth_problem, vocabulary_difference
-from sglang_dflash.srt.configs.draft_tensors import (
-    vocabulary_problems,
-)
+from sglang_dflash.srt.configs.draft_tensors import vocabulary_problems
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.pair import (
     FETCH_AGAIN,

@@ -61,15 +61,8 @@ def test_the_plain_copy_goes_where_only_products_read_it():
         assert torch.equal(layer.weight, weight) if is_kept else layer.weight.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_dtypes_stay_plain(dtype):
-    layer = linear(QKVParallelLinear, dtype)
-    pack(layer)
-    assert type(layer.quant_method) is UnquantizedLinearMethod
-
-
-def test_what_else_stays_plain(monkeypatch):
-    """Other methods, convolutions, views, servers with LoRA, and CPUs that cannot multiply bfloat16."""
+def test_what_stays_plain(monkeypatch):
+    """Other dtypes and methods, convolutions, views, servers with LoRA, CPUs that multiply no bfloat16."""
 
     class Quantized(UnquantizedLinearMethod):
         pass
@@ -78,6 +71,7 @@ def test_what_else_stays_plain(monkeypatch):
         pack(layer)
         return not is_packed(layer)
 
+    assert all(is_left(linear(QKVParallelLinear, dtype)) for dtype in (torch.float32, torch.float16))
     quantized, convolution, view = (linear(QKVParallelLinear) for _ in range(3))
     quantized.quant_method = Quantized()
     convolution.weight.data = convolution.weight.data[:, None]

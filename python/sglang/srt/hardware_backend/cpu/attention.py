@@ -171,6 +171,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         requests, lengths = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
         if bs == 0 or mode.is_idle():
             return []
+        if forward_batch.encoder_lens is not None:
+            raise NotImplementedError("sglang-dflash's CPU attention does not run encoders.")
         if mode.is_target_verify():
             ragged = getattr(forward_batch.spec_info, "ragged", None)
             if ragged is None:
@@ -207,25 +209,13 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             longest=longest,
         )
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        """Attend, and write k and v into the pool if `save_kv_cache`.
+    def attend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None) -> torch.Tensor:
+        """Attend in any mode, and write k and v into the pool if `save_kv_cache`.
 
         `q` and the result are [tokens, q_heads * head_dim] and [tokens, q_heads * v_head_dim]. `k` and `v`
         are [tokens, kv_heads, head_dim or v_head_dim], or None if the layer reads another layer's. `sinks` is
         [q_heads], a logit per head that takes part in the softmax and has no value.
         """
-        if layer.is_cross_attention or forward_batch.encoder_lens is not None:
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        return self.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
-        """Attend as `forward_extend` does."""
-        if layer.is_cross_attention or forward_batch.encoder_lens is not None:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return self.attend(q, k, v, layer, forward_batch, save_kv_cache, sinks)
-
-    def attend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None) -> torch.Tensor:
-        """Attend as `forward_extend` does, in any mode, without cross attention."""
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None:
             self._write(k, v, layer, forward_batch)
@@ -251,6 +241,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         for rows, attended in outputs:
             output[rows] = attended
         return output.flatten(1)
+
+    forward_extend = forward_decode = attend
 
     def _write(self, k, v, layer, forward_batch) -> None:
         """Write K and V into the pool: in two operators if its rows are slots of the same dtype."""
