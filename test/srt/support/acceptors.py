@@ -8,10 +8,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from support.sampling_parameters import VOCABULARY
 
 from sglang_dflash.kernels.ops.speculative.accept import NO_LIMIT, AcceptedBlocks
-from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor, SimulatedAcceptance
+from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 
 REQUEST_ROWS = 99
-NOT_SIMULATED = SimulatedAcceptance(0.0, "match-expected", real_tokens=True)
 
 
 class OneRank:
@@ -37,12 +36,12 @@ def make_acceptor(
     """
     lengths, tokens = (torch.zeros(REQUEST_ROWS, dtype=torch.int64) for _ in range(2))
     defaults = {
-        "simulated": NOT_SIMULATED,
+        "is_simulated": False,
         "metrics": None,
         "longest": NO_LIMIT,
         "relay": SimpleNamespace(new_seq_lens=lengths, output_tokens=tokens),
     }
-    return Acceptor(sampler, vocab_size, sync or OneRank(), rule is not None, rule, **defaults | options)
+    return Acceptor(sampler, vocab_size, sync or OneRank(), rule, **defaults | options)
 
 
 def accept(

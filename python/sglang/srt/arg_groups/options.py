@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.environ import DFlashOptions, Option
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings, EagleSettingsError
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -161,11 +161,7 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
     if config is not None and not is_requested and DFlashOptions.NO_ADAPTIVE.get():
         raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
     is_requested = is_requested or config is not None
-    try:
-        settings = AdaptiveSettings.read(config)
-    except EagleSettingsError as error:
-        logger.warning("DFLASH does not follow --speculative-adaptive-config %r: %s", config, error)
-        settings = AdaptiveSettings()
+    settings = AdaptiveSettings.read(config)
     if DFlashOptions.PLAIN_CYCLE.get() or (DFlashOptions.NO_ADAPTIVE.get() and not is_requested):
         return
     impossible = _first(

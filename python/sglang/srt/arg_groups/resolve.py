@@ -31,7 +31,7 @@ from sglang_dflash.srt.configs.quantization import quantization_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
-from sglang_dflash.srt.speculative.targets.kinds import target_kind
+from sglang_dflash.srt.speculative.targets.kinds import find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def prepare(server_args: Any) -> Configs | None:
     args = resolving_view(server_args)
     _check_draft_is_there(args.speculative_draft_model_path)
     if target := read_config(args.model_path, args.revision):
-        target_kind(target.get("architectures"))
+        find_capture_method(target.get("architectures"))
     if fall_back_if_unsupported(server_args, find_unsupported(server_args)):
         return None
     draft_files.check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
@@ -186,7 +186,7 @@ def load_and_check_configs(args: Any) -> Configs:
     checkpoint = args.speculative_draft_model_path
     target = get_config(args.model_path, revision=args.revision, **options)
     draft = get_config(checkpoint, revision=args.speculative_draft_model_revision, **options)
-    target_kind(target.architectures)  # refuse what no draft could read before looking for faults in this one
+    find_capture_method(target.architectures)  # refuse what no draft could read before faults in this one
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())

@@ -1,4 +1,4 @@
-"""Start-up checks of target, KV budget, graph memory; fences; patches of SGLang's steps."""
+"""Start-up checks of KV budget and graph memory; fences; patches of SGLang's steps."""
 
 import functools
 import inspect
@@ -15,22 +15,6 @@ logger = logging.getLogger(__name__)
 
 # The draft's graphs and their workspaces take a few hundred MB. Without them a step still runs.
 DRAFT_GRAPHS_NEED_GB = 1.0
-
-
-def check_target_model(target_model: Any, num_aux_layers: int) -> None:
-    """Raise ValueError unless the target's class can lend what a DFlash draft needs."""
-    name = type(target_model).__name__
-    if not (
-        hasattr(target_model, "set_dflash_layers_to_capture")
-        or hasattr(target_model, "set_eagle3_layers_to_capture")
-    ):
-        raise ValueError(
-            f"DFLASH needs hidden states from {num_aux_layers} target layers, and {name} cannot capture any."
-        )
-    if getattr(target_model, "lm_head", None) is None or not hasattr(target_model, "get_input_embeddings"):
-        raise ValueError(
-            f"DFLASH borrows the target's embedding and LM head, and {name} does not expose them."
-        )
 
 
 def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:

@@ -51,11 +51,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail, draft_subset
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
-from sglang_dflash.srt.speculative.parallel import (
-    arrivals,
-    as_draft,
-    run_idle,
-)
+from sglang_dflash.srt.speculative.parallel import arrivals, as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
@@ -90,17 +86,12 @@ class DFlashWorker(BaseSpecWorker):
         # SGLang's metrics read the two other names.
         self.block_size = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.speculative_num_steps = spec.speculative_num_steps
-        # The ranks of the draft: the target's, or with DP attention those sharing requests. SGLang sizes the
-        # draft's KV by it.
-        self.draft_parallel_layout = resolve_draft_layout()
-        self._draft_worker = load_draft(
-            server_args, gpu_id, nccl_port, target_worker, self.draft_parallel_layout
-        )
+        # The target's ranks, or with DP attention those sharing requests. SGLang sizes the draft's KV by it.
+        layout = self.draft_parallel_layout = resolve_draft_layout()
+        self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, layout)
         draft_runner = self._draft_worker.model_runner
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
-        self.drafter = build_drafter(
-            draft_runner, target_runner.model, self.block_size, self.draft_parallel_layout
-        )
+        self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, layout)
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
         self._planner: LengthPlanner = WholeBlocks(self.block_size)
@@ -162,10 +153,9 @@ class DFlashWorker(BaseSpecWorker):
         captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
         with as_draft(layout), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        target_runner = self._target_worker.model_runner
-        copies_text = bool(DFlashOptions.COPY_AHEAD.get())
         self._planner = make_planner(self, get_parallel().tp_group, self.metrics)
-        if copies_text:
+        if DFlashOptions.COPY_AHEAD.get():
+            target_runner = self._target_worker.model_runner
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
             vocab_size = target_runner.model_config.vocab_size
             self.copies.allocate(rows, context_len, vocab_size, torch.device(target_runner.device))
@@ -365,7 +355,7 @@ class DFlashWorker(BaseSpecWorker):
         Returns the cycle, with the rows to verify; its blocks; whether the draft's forward ran.
         """
         runner, drafter, num_slots = self._target_worker.model_runner, self.drafter, self.block_size
-        verify_len = plan.layout.verify_len
+        verify_len = plan.verify_len
         sampling_info = batch.sampling_info if plan.draws else None
         self.copies.choose(batch, plan.copies)
         if not plan.copies.size:  # whole blocks of all requests

@@ -64,14 +64,18 @@ def as_draft(layout: Any) -> Iterator[None]:
 
 
 def check_borrowed_layers(layout: Any, target_model: Any) -> None:
-    """Raise ValueError if layers that the draft borrows are not on its own ranks.
+    """Raise ValueError if a layer that the draft borrows is missing, or on other ranks.
 
     `layout` is that of the draft's ranks.
     """
+    head = getattr(target_model, "lm_head", None)
+    if head is None:
+        raise ValueError(
+            f"DFLASH borrows the LM head of the target, and {type(target_model).__name__} has none."
+        )
     if not layout.local_dp:
         return
-    borrowed = {"embedding": target_model.get_input_embeddings(), "LM head": target_model.lm_head}
-    for name, layer in borrowed.items():
+    for name, layer in ("embedding", target_model.get_input_embeddings()), ("LM head", head):
         # A plain embedding is whole on every rank.
         if getattr(unwrap_lora_layer(layer), "tp_size", layout.attn_tp_size) != layout.attn_tp_size:
             raise ValueError(

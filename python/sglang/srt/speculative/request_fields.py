@@ -105,11 +105,8 @@ def check_request(request: Any) -> None:
     """
     if isinstance(request.sampling_params, list) and _is_one_prompt(request):
         raise ValueError("sampling_params: a list goes with a list of prompts.")
-    if not all(
-        type(value).__name__ == "PositionalEmbeds"
-        for value in _each(request.positional_embed_overrides)
-        if value
-    ):
+    overrides = [value for value in _each(request.positional_embed_overrides) if value]
+    if any(type(value).__name__ != "PositionalEmbeds" for value in overrides):
         raise ValueError("positional_embed_overrides: a request cannot contain tensors.")
     for sampling in _each(request.sampling_params):
         if not isinstance(sampling, dict):
@@ -277,7 +274,7 @@ def find_problem(request: Any, model: Any) -> str | None:
     Returns why the request is refused: it would end the scheduler, or DFLASH cannot serve it exactly as the
     target alone would. None: it is served.
     """
-    params, last = request.sampling_params, model.vocab_size - 1
+    params = request.sampling_params
     if unsupported := _unsupported(request):
         return f"DFLASH speculative decoding does not support {', '.join(unsupported)} yet."
     try:
@@ -285,16 +282,14 @@ def find_problem(request: Any, model: Any) -> str | None:
         check_cap(params.custom_params)
     except (TypeError, ValueError) as error:
         return str(error)
-    for name, tokens in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("token_ids_logprob", request.token_ids_logprob),
+    for name, values, least, most in (
+        ("stop_token_ids", params.stop_token_ids or (), 0, model.vocab_size - 1),
+        ("token_ids_logprob", request.token_ids_logprob or (), 0, model.vocab_size - 1),
+        ("top_k", [params.top_k], 1, MAX_TOP_K),
+        ("top_logprobs_num", [request.top_logprobs_num], 0, model.vocab_size),
     ):
-        if outside := [token for token in tokens or () if not 0 <= token <= last]:
-            return f"{name}: {outside[0]} is outside the vocabulary, 0 to {last}."
-    if params.top_k > MAX_TOP_K:
-        return f"top_k: {params.top_k} is more than {MAX_TOP_K}."
-    if not 0 <= request.top_logprobs_num <= model.vocab_size:
-        return f"top_logprobs_num: {request.top_logprobs_num} is not in 0 to {model.vocab_size}."
+        if outside := [value for value in values if not least <= value <= most]:
+            return f"{name}: {outside[0]} is not in {least} to {most}."
     if request.logprob_start_len < -1:
         return f"logprob_start_len: {request.logprob_start_len} is neither -1 nor a position."
     if any(len(row) != model.hidden_size for row in request.input_embeds or ()):

@@ -8,7 +8,7 @@ stay.
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -137,31 +137,28 @@ def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     """Give both runners an updater that takes their own tensors."""
     names = Names(draft_runner.model, target_runner.model)
     model = draft_runner.model
-    of_draft = RoutedUpdater("draft", draft_runner, model, names)
-    draft_runner.weight_updater = of_draft
-    target_runner.weight_updater = RoutedUpdater("target", target_runner, model, names, [of_draft])
+    draft_runner.weight_updater = RoutedUpdater(draft_runner, model, names)
+    target_runner.weight_updater = RoutedUpdater(target_runner, model, names, draft_runner.weight_updater)
 
 
 class RoutedUpdater:
     """SGLang's WeightUpdater of one runner, for tensors of the runner's model.
 
     Args:
-        kind: "target" or "draft".
-        runner: SGLang's of the model of this kind.
+        runner: SGLang's, of the target or the draft.
         draft: the draft's model.
         names: tell whose a tensor is.
-        others: updaters that try their tensors before an update is written: for the target, the draft's.
+        drafts_updater: for the target's: the draft's, which tries its tensors before an update is written.
 
     Attributes:
         selector: of the update that comes: "target", "draft" or "all". SGLang does not pass it on.
     """
 
-    def __init__(
-        self, kind: str, runner: Any, draft: Any, names: Names, others: Sequence["RoutedUpdater"] = ()
-    ):
+    def __init__(self, runner: Any, draft: Any, names: Names, drafts_updater: "RoutedUpdater | None" = None):
         self._updater, self._model_config = runner.weight_updater, runner.model_config
         self._model, self._draft, self._names = runner.model, draft, names
-        self._kind, self._others, self._of_draft = kind, others, kind == "draft"
+        self._drafts_updater, self._of_draft = drafts_updater, runner.model is draft
+        self._kind = "draft" if self._of_draft else "target"
         self._refusal = (draft.no_update_reason or "") if self._of_draft else ""  # empty: it takes updates
         self.selector = "all"
         self._selector = "all"  # of the update that runs
@@ -306,9 +303,8 @@ class RoutedUpdater:
             drafts = [(name, tensor) for name, tensor in own if self._names.are_drafts(name)]
             own = drafts if self._of_draft else [pair for pair in own if not self._names.are_drafts(pair[0])]
         self._try_own(own, load)
-        if drafts:
-            for updater in self._others:
-                updater._try_own(drafts, load)
+        if drafts and self._drafts_updater is not None:
+            self._drafts_updater._try_own(drafts, load)
         return own
 
     def _try_own(self, own: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> None:
@@ -320,6 +316,26 @@ class RoutedUpdater:
                 load(self, own)
         finally:
             self._has_written = has_written  # a loader of the user's own may call `_load`
+
+
+def _answering_errors(name: str) -> Callable[[Any, Any], Any]:
+    """Wrap a method of SGLang's entry so that an error is answered as a failure.
+
+    Ranks without one are in the next call of `first_problem`, and then in SGLang's barrier.
+    """
+    update = getattr(SchedulerWeightUpdaterManager, name)
+
+    @functools.wraps(update)
+    def answer(self: Any, recv_req: Any) -> Any:
+        try:
+            return update(self, recv_req)
+        except Exception as error:
+            message = f"No weight update, the old weights stay: {first_problem(described(error))}"
+            torch.distributed.barrier(group=self.tp_cpu_group)
+            output = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
+            return output(success=False, message=message)
+
+    return answer
 
 
 class WeightUpdateRequests(SchedulerWeightUpdaterManager):
@@ -335,27 +351,7 @@ class WeightUpdateRequests(SchedulerWeightUpdaterManager):
                 runner.weight_updater.selector = selector
         return runners
 
-    def update_weights_from_tensor(self, recv_req: Any) -> Any:
-        return self._answered(super().update_weights_from_tensor, recv_req)
-
-    def update_weights_from_distributed(self, recv_req: Any) -> Any:
-        return self._answered(super().update_weights_from_distributed, recv_req)
-
-    def begin_weight_update(self, recv_req: Any) -> Any:
-        return self._answered(super().begin_weight_update, recv_req)
-
-    def end_weight_update(self, recv_req: Any) -> Any:
-        return self._answered(super().end_weight_update, recv_req)
-
-    def _answered(self, update: Callable[[Any], Any], recv_req: Any) -> Any:
-        """Run an update, and answer an error as a failure.
-
-        Ranks without one are in the next call of `first_problem`, and then in SGLang's barrier.
-        """
-        try:
-            return update(recv_req)
-        except Exception as error:
-            message = f"No weight update, the old weights stay: {first_problem(described(error))}"
-            torch.distributed.barrier(group=self.tp_cpu_group)
-            answer = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
-            return answer(success=False, message=message)
+    update_weights_from_tensor = _answering_errors("update_weights_from_tensor")
+    update_weights_from_distributed = _answering_errors("update_weights_from_distributed")
+    begin_weight_update = _answering_errors("begin_weight_update")
+    end_weight_update = _answering_errors("end_weight_update")

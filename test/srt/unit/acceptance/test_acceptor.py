@@ -6,6 +6,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from support.acceptors import OneRank, accept, make_acceptor
@@ -14,7 +15,6 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
-from sglang_dflash.srt.speculative.acceptance.acceptor import SimulatedAcceptance
 from sglang_dflash.srt.speculative.acceptance.rejection import RULES, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
@@ -96,7 +96,11 @@ def test_arguments_of_the_rule(monkeypatch):
 
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_the_rule_is_the_servers_choice(by_blocks):
-    spec = SimpleNamespace(speculative_use_block_verification=by_blocks)
+    spec = SimpleNamespace(
+        speculative_use_rejection_sampling=False, speculative_use_block_verification=by_blocks
+    )
+    assert rejection_rule(spec) is None
+    spec.speculative_use_rejection_sampling = True
     assert rejection_rule(spec) is RULES["block verification" if by_blocks else "rejection"]
 
 
@@ -202,17 +206,12 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_simulated_blocks_end_no_request(is_drawn):
     """Random weights may give any logits, which would end requests as broken."""
-    simulated = SimulatedAcceptance(3.0, "match-expected", real_tokens=True)
-    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], simulated=simulated)
+    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], is_simulated=True)
     block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
     request = SAMPLED if is_drawn else GREEDY
-    accepted = accept(
-        acceptor,
-        batch_of(request, request),
-        cycle_of(whole_blocks(2, WIDTH)),
-        block if is_drawn else DraftBlock(block.tokens),
-        logits,
-    )
+    batch, cycle = batch_of(request, request), cycle_of(whole_blocks(2, WIDTH))
+    with envs.SGLANG_SIMULATE_ACC_LEN.override(3.0):
+        accepted = accept(acceptor, batch, cycle, block if is_drawn else DraftBlock(block.tokens), logits)
     assert accepted.accept_len.tolist() == [2, 2]
     assert torch.equal(accepted.reported, accepted.tokens)
     assert torch.equal(decide(accepted.accept_len, accepted.tokens).bonus, accepted.bonus)

@@ -94,15 +94,3 @@ def test_start_up_allocates_as_much_as_a_step(draft):
     with Peak() as in_a_step:
         target_probs(logits, sampling_info("meta"), whole_blocks(BS, WIDTH))
     assert in_a_step.bytes <= at_start_up.bytes < GIGABYTE
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slices_change_nothing(dtype, monkeypatch):
-    """Compare one slice of all rows with many slices."""
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.randn(3 * 4, 50, generator=rng).to(dtype)
-    whole, _ = target_probs(logits.clone(), sampling_info("cpu", 3), whole_blocks(3, 4))
-    monkeypatch.setattr("sglang_dflash.srt.speculative.acceptance.target_sampling.ELEMENTS_AT_ONCE", 100)
-    sliced, _ = target_probs(logits.clone(), sampling_info("cpu", 3), whole_blocks(3, 4))
-    assert torch.equal(whole, sliced) and whole.shape == (12, 50)
-    torch.testing.assert_close(whole.sum(dim=-1), torch.ones(12))

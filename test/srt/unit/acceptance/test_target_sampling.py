@@ -78,22 +78,20 @@ def test_top_k_and_top_p_filter_jointly(sampler):
         assert_close(found, CHAINED)
 
 
-def test_min_p_is_respected(sampler):
-    """A min_p of 0.2 keeps the first three tokens (0.2 * 0.35 = 0.07)."""
-    assert_close(frequencies(sampler, {"min_p": 0.2}, EXAMPLE), CHAINED)
+SQUARED = [p * p / sum(p * p for p in EXAMPLE) for p in EXAMPLE]
 
 
-def test_all_three_filters_together(sampler):
-    """A min_p of 0.1 removes no token that top_k and top_p keep; 0.15 removes one."""
-    assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.1}, EXAMPLE), JOINT)
-    assert_close(frequencies(sampler, {"top_k": 4, "top_p": 0.82, "min_p": 0.15}, EXAMPLE), CHAINED)
-
-
-def test_temperature(sampler):
-    """Temperature 0.5 squares the probabilities."""
-    squared = [p * p for p in EXAMPLE]
-    expected = [p / sum(squared) for p in squared]
-    assert_close(frequencies(sampler, {"temperature": 0.5}, EXAMPLE), expected)
+@pytest.mark.parametrize(
+    "request_, expected",
+    [
+        ({"min_p": 0.2}, CHAINED),  # keeps the first three tokens: 0.2 * 0.35 = 0.07
+        ({"top_k": 4, "top_p": 0.82, "min_p": 0.1}, JOINT),  # removes no further token
+        ({"top_k": 4, "top_p": 0.82, "min_p": 0.15}, CHAINED),  # removes one more
+        ({"temperature": 0.5}, SQUARED),
+    ],
+)
+def test_other_parameters(request_, expected, sampler):
+    assert_close(frequencies(sampler, request_, EXAMPLE), expected)
 
 
 @pytest.mark.parametrize("neighbour", [{}, {"top_k": 1}, {"min_p": 0.5}, {"temperature": 5.0, "top_p": 0.1}])
@@ -139,7 +137,7 @@ def test_greedy_neighbours_add_no_filter(sampled, sampler):
     assert filters(alone, sampled) is alone
 
 
-@pytest.mark.parametrize("width", [1, 2, 16])
+@pytest.mark.parametrize("width", [1, 16])
 def test_greedy_requests_take_the_argmax(width, sampler):
     """Test greedy requests alone and next to sampled ones."""
     torch.manual_seed(1)
@@ -156,35 +154,16 @@ def test_greedy_requests_take_the_argmax(width, sampler):
         assert torch.equal(drawn[::2], best[::2])
 
 
-def test_every_slot_draws_from_its_own_row(sampler):
-    """Row i * B + k allows only tokens that no other row allows."""
-    bs, width = 3, 4
-    logits = torch.full((bs * width, 2 * bs * width), -torch.inf)
-    for row in range(bs * width):
-        logits[row, 2 * row : 2 * row + 2] = 0.0
-    info = sampling_info({"temperature": 2.0}, {"top_p": 0.9}, {"top_k": 2})
-    torch.manual_seed(0)
-    for _ in range(20):
-        drawn, _ = draw_target_tokens(logits.clone(), info, torch.arange(bs * width), width, sampler)
-        assert torch.equal(drawn // 2, torch.arange(bs * width).view(bs, width))
-
-
 def test_parameters_belong_to_the_request_of_the_row(sampler):
     """Request i draws exactly its top_k[i] likeliest tokens.
 
     All rows have equal logits. The chance that one of them is never drawn is below 1e-15.
     """
-    width, top_ks = 50, [1, 2, 3, 5]
+    width, top_ks = 200, [1, 2, 3, 5]
     logits = torch.linspace(1.0, 0.9, VOCABULARY).repeat(len(top_ks) * width, 1)
     torch.manual_seed(0)
     info = sampling_info(*[{"top_k": k} for k in top_ks])
-    drawn = torch.cat(
-        [
-            draw_target_tokens(logits.clone(), info, torch.arange(len(logits)), width, sampler)[0]
-            for _ in range(4)
-        ],
-        dim=1,
-    )
+    drawn, _ = draw_target_tokens(logits, info, torch.arange(len(logits)), width, sampler)
     assert [sorted(set(row.tolist())) for row in drawn] == [list(range(k)) for k in top_ks]
 
 
@@ -206,14 +185,9 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
             positions=positions[:, slot],
         )
         assert torch.equal(drawn[:, slot], plain.long())
-    other, _ = draw_target_tokens(
-        logits.flatten(0, 1).clone(),
-        sampling_info(*[filters] * 3, seeds=[1, 2, 3]),
-        positions.flatten(),
-        width,
-        sampler,
-    )
-    assert not torch.equal(drawn, other)
+    other = sampling_info(*[filters] * 3, seeds=[1, 2, 3])
+    found, _ = draw_target_tokens(logits.flatten(0, 1).clone(), other, positions.flatten(), width, sampler)
+    assert not torch.equal(drawn, found)
 
 
 def test_rows_of_requests_with_lengths_of_their_own(sampler):
@@ -232,13 +206,9 @@ def test_rows_of_requests_with_lengths_of_their_own(sampler):
     logits = torch.randn(bs * width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(bs * width)
     whole, _ = draw_target_tokens(logits.clone(), info, positions, width, sampler)
+    masks = target_sampling.SamplingMasks(info, width)
     drawn, best = target_sampling.draw_target_tokens(
-        logits[rows.index].clone(),
-        info,
-        positions.view(bs, width),
-        rows,
-        sampler,
-        target_sampling.SamplingMasks(info, width),
+        logits[rows.index].clone(), info, positions.view(bs, width), rows, sampler, masks
     )
     assert torch.equal(rows.pack(drawn), rows.pack(whole)) and best.shape == (bs, width)
     probs, _ = target_sampling.target_probs(logits[rows.index].clone(), info, rows)
@@ -335,9 +305,10 @@ def test_a_top_k_beyond_the_vocabulary():
     torch.testing.assert_close(found.squeeze(1), logits.softmax(dim=-1))
 
 
-def test_rows_are_filtered_some_at_a_time(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_filtered_some_at_a_time(dtype, monkeypatch):
     """Each with its own parameters, and one at a time if the vocabulary is as large as the memory."""
-    logits = torch.randn(len(REQUESTS) * 2, VOCABULARY, generator=torch.Generator().manual_seed(7))
+    logits = torch.randn(len(REQUESTS) * 2, VOCABULARY, generator=torch.Generator().manual_seed(7)).to(dtype)
     info = sampling_info(*REQUESTS)
     expected, _ = target_probs(logits.clone(), info, 2)
     for elements in (3 * VOCABULARY, VOCABULARY - 1):

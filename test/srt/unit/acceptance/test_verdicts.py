@@ -96,16 +96,9 @@ def test_a_rounding_error_leaves_the_targets_own_distribution():
     assert verdict.bonus.tolist() == [1 if u < 0.25 else 3 for u in final.tolist()]
 
 
-def break_target(value):
+def set_probability(of_draft, value):
     def apply(block, target_probs, draft):
-        target_probs[1, 1, 2] = value
-
-    return apply
-
-
-def break_draft(value):
-    def apply(block, target_probs, draft):
-        draft.probs[1, 0, 2] = value
+        (draft.probs if of_draft else target_probs)[1, 1 - of_draft, 2] = value
 
     return apply
 
@@ -124,7 +117,8 @@ def draft_the_impossible(block, target_probs, draft):
     block[1, 2] = 3
 
 
-DEFECTS = [apply(value) for apply in (break_target, break_draft) for value in (np.nan, np.inf, -np.inf, -0.1)]
+BAD = (np.nan, np.inf, -np.inf, -0.1)
+DEFECTS = [set_probability(of_draft, value) for of_draft in (False, True) for value in BAD]
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     GraphLayout,
     RowBackends,
@@ -132,11 +131,6 @@ def test_a_batch_beyond_the_graphs_has_no_padding():
     rows = backends.follow(np.array([4, 0, 2, 1, 1]))
     assert rows.for_graph.graph_num_tokens == rows.num_rows == 13
     assert rows.for_graph.verify_lens.tolist() == [5, 1, 3, 2, 2]
-
-
-def test_rows_of_rectangles_without_graphs_are_unchanged():
-    rows = VerifyLayout(2, 3, np.array([2, 2]))
-    assert rows.is_rectangle and rows.num_rows == 6
 
 
 def test_costs_are_those_of_the_next_size():

@@ -9,6 +9,7 @@ import json
 import shutil
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 
@@ -90,19 +91,12 @@ def same(found, expected) -> bool:
     return all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-class Unchanged:
-    """Checks that neither model is changed while it is entered."""
-
-    def __init__(self, pair: Pair):
-        self.pair = pair
-
-    def __enter__(self):
-        self.before = [state(self.pair.target), state(self.pair.draft)]
-
-    def __exit__(self, *error):
-        if error[0] is None:
-            for model, before in zip((self.pair.target, self.pair.draft), self.before, strict=True):
-                assert same(state(model), before)
+@contextmanager
+def unchanged(pair: Pair):
+    """Check that neither model is changed meanwhile."""
+    target, draft = state(pair.target), state(pair.draft)
+    yield
+    assert same(state(pair.target), target) and same(state(pair.draft), draft)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -183,7 +177,7 @@ REFUSED = {
 def test_what_does_not_fit_is_answered_and_the_old_weights_stay(selector, good, name, tensor, way, pair):
     """Also of the tensors before the one that does not fit."""
     new = changed(tensors_of(TARGET if good.startswith("model.") else DRAFT), good)
-    with Unchanged(pair):
+    with unchanged(pair):
         is_done, message = pair.send({**new, name: tensor}, selector, way)
         assert not is_done and "the old weights stay" in message, message
         assert name.startswith("model.") or name in message, message
@@ -206,7 +200,7 @@ def test_direct_copies(name, selector, pair):
     tensors = tensors_of(TARGET if selector == "target" else DRAFT)
     model = pair.target if selector == "target" else pair.draft
     new = changed(tensors, name)
-    with Unchanged(pair):
+    with unchanged(pair):
         answer = pair.send({**new, "model.x.weight": new[name]}, selector, "direct")
         assert not answer[0] and "the old weights stay" in answer[1] and "model.x.weight" in answer[1]
         assert not pair.send(new, selector, "no such format")[0]
@@ -241,7 +235,7 @@ def test_a_draft_whose_kernels_took_its_weights(selector, monkeypatch):
     pair, finished = Pair(), []
     for name in ("begin_weight_update", "end_weight_update"):
         monkeypatch.setattr(WeightUpdater, name, lambda self, **_: finished.append(self.get_model()))
-    with Unchanged(pair):
+    with unchanged(pair):
         is_done, message = pair.send(changed(tensors_of(DRAFT), "fc.weight"), selector)
         assert not is_done and "it is packed" in message
         is_done, message = pair.load(DRAFT)
@@ -261,7 +255,7 @@ def test_plain_weights_for_a_draft_that_was_dequantized(tmp_path):
     for name in names:
         assert pair.send({f"{name}.weight": plain[f"{name}.weight"]}, "draft")[0]
     assert torch.equal(pair.draft.fc.weight, plain["fc.weight"])
-    with Unchanged(pair):
+    with unchanged(pair):
         half = {
             "fc.weight": plain["fc.weight"] * 2,
             f"{names[0]}.weight_scale": packed[f"{names[0]}.weight_scale"],
@@ -287,7 +281,7 @@ def test_a_width_that_sglang_rounds_up(tmp_path):
 
 def test_payloads_that_cannot_be_read_are_answered(pair):
     """They would end the scheduler."""
-    with Unchanged(pair):
+    with unchanged(pair):
         assert pair.begin().success
         for payloads in ([b"no pickle"], []):
             answer = pair.send_payloads(payloads)
@@ -351,7 +345,7 @@ def test_a_broken_checkpoint_on_disk(checkpoint, change, pair, tmp_path):
     new = changed(tensors_of(TARGET), "model.norm.weight") | changed(tensors_of(DRAFT), "fc.weight")
     assert pair.send(new)[0]
     broken = folder(tmp_path / "broken", checkpoint, change(tensors_of(checkpoint)))
-    with Unchanged(pair):
+    with unchanged(pair):
         is_done, message = pair.load(broken)
         assert not is_done and "the old weights stay" in message and str(broken) in message
         assert not pair.load(tmp_path / "nothing")[0]

@@ -11,7 +11,7 @@ from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
     VERIFIED_TARGETS,
     configure_capture,
-    target_kind,
+    find_capture_method,
 )
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
@@ -55,7 +55,7 @@ def test_every_verified_target_has_a_family_test():
 def test_sglang_has_the_capture_method_of_a_verified_target(name):
     from sglang.srt.models.registry import ModelRegistry
 
-    assert hasattr(ModelRegistry.models[name], VERIFIED_TARGETS[name].capture)
+    assert hasattr(ModelRegistry.models[name], find_capture_method([name]))
 
 
 @pytest.mark.parametrize("name, method", [("Qwen3ForCausalLM", "dflash"), ("Qwen2ForCausalLM", "eagle3")])
@@ -73,7 +73,7 @@ def test_nothing_of_the_draft_is_captured():
 
 def test_wrong_states_are_refused():
     with pytest.raises(ValueError, match="Gemma3ForCausalLM.*without the residual"):
-        target_kind(["Gemma3ForCausalLM"])
+        find_capture_method(["Gemma3ForCausalLM"])
 
 
 @pytest.fixture
@@ -94,10 +94,8 @@ def registry(monkeypatch):
 @pytest.mark.parametrize("name, method", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])
 def test_a_target_that_nobody_compared_is_served_with_one_warning(name, method, registry, caplog):
     target_kinds._warn_not_compared.cache_clear()
-    kind = target_kind([name])
-    assert target_kind([name]) == kind
+    assert [find_capture_method([name]) for _ in range(2)] == [f"set_{method}_layers_to_capture"] * 2
     assert [name in record.getMessage() for record in caplog.records] == [True]
-    assert not kind.is_verified and kind.capture == f"set_{method}_layers_to_capture"
 
 
 def test_a_target_that_names_inputs_gets_the_ids_of_inputs(monkeypatch):
@@ -122,12 +120,12 @@ def test_a_target_that_names_inputs_gets_the_ids_of_inputs(monkeypatch):
 )
 def test_impossible_targets_are_refused(names, words, registry):
     with pytest.raises(ValueError, match=words):
-        target_kind(names)
+        find_capture_method(names)
 
 
 def test_a_model_that_lacks_its_method_is_named():
-    with pytest.raises(ValueError, match="object has no set_dflash_layers_to_capture"):
-        target_kinds.TargetKind("Qwen3ForCausalLM").capture_layers(object(), [1])
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has no set_dflash_layers_to_capture"):
+        configure(type("Qwen3ForCausalLM", (), {})())
 
 
 class BackendWithoutCommit:

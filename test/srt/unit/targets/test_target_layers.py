@@ -8,7 +8,7 @@ implementations adds up in deep layers. A neighbouring layer is off by more than
 
 import pytest
 import torch
-from serving import DRAFT, TARGET
+from serving import TARGET
 from sglang.srt.model_executor.model_runner_components.attention_backend_setup import (
     configure_aux_hidden_state_capture,
 )
@@ -18,8 +18,6 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import Pools, build, read_config
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers import LlamaForCausalLM as HuggingFaceLlama
-
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 
 TOLERANCE = 1e-4
 SHIFTED = 100 * TOLERANCE
@@ -93,12 +91,6 @@ def test_every_layer_of_the_bundled_target(bundled):
     sglang_model, hugging_face_model, hf_config = bundled
     layer_ids = range(hf_config.num_hidden_layers - 1)  # SGLang cannot capture the last one
     assert_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, layer_ids)
-
-
-def test_the_layers_the_bundled_draft_names(bundled):
-    sglang_model, hugging_face_model, hf_config = bundled
-    draft = DFlashDraftConfig.parse(get_config(str(DRAFT), trust_remote_code=False), "bundled")
-    assert_every_layer(sglang_model, hugging_face_model, hf_config, PROMPTS, draft.target_layer_ids)
 
 
 @pytest.mark.parametrize("layer_ids", [range(5), (0, 3), (4,)])

@@ -19,7 +19,6 @@ from sglang_dflash.kernels.ops.speculative.accept import (
     accept_matching_prefix,
     complete_blocks,
 )
-from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
@@ -58,51 +57,23 @@ def make_relay(num_rows: int, device: Any) -> Any:
 FIXED_TOKEN_ID = 100
 
 
-class SimulatedAcceptance:
-    """Accept lengths drawn without the target.
+def simulate_acceptance(tokens: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one accept length for all requests, as SGLang's SGLANG_SIMULATE_ACC_ variables say.
 
     Args:
-        accept_length: average tokens a cycle, the bonus token included. 0: the target decides.
-        method: SGLang's, see `sample_simulated_acc_len`.
-        real_tokens: whether drafted tokens are emitted, or a fixed one.
+        tokens: [bs, B] int64, the target's tokens.
+        block: [bs, B] int64, the drafted block.
 
-    Attributes:
-        is_on: False if the target decides.
+    Returns:
+        Accepted drafted tokens [bs] int32, and output tokens [bs, B] int64.
     """
-
-    def __init__(self, accept_length: float, method: str, real_tokens: bool):
-        self._accept_length, self._method, self._real_tokens = accept_length, method, real_tokens
-        self.is_on = accept_length > 0
-
-    @classmethod
-    def from_environment(cls) -> "SimulatedAcceptance":
-        """Read SGLang's variables. SGLang has validated the token mode."""
-        accept_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
-        if accept_length > 0:
-            logger.warning(
-                "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the "
-                "target's.",
-                accept_length,
-            )
-        real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
-        return cls(accept_length, envs.SGLANG_SIMULATE_ACC_METHOD.get(), real_tokens)
-
-    def override(self, tokens: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw one accept length for all requests.
-
-        Args:
-            tokens: [bs, B] int64, the target's tokens.
-            block: [bs, B] int64, the drafted block.
-
-        Returns:
-            Accepted drafted tokens [bs] int32, and output tokens [bs, B] int64.
-        """
-        commit = sample_simulated_acc_len(self._accept_length, self._method, block.shape[1])
-        if self._real_tokens:
-            tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
-        else:
-            tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
-        return tokens.new_full((len(tokens),), commit - 1, dtype=torch.int32), tokens
+    average, method = envs.SGLANG_SIMULATE_ACC_LEN.get(), envs.SGLANG_SIMULATE_ACC_METHOD.get()
+    commit = sample_simulated_acc_len(average, method, block.shape[1])
+    if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token":
+        tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
+    else:
+        tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
+    return tokens.new_full((len(tokens),), commit - 1, dtype=torch.int32), tokens
 
 
 class Acceptor:
@@ -116,12 +87,14 @@ class Acceptor:
         vocab_size: of the target. A request with broken logits reports this id, on which SGLang ends the
             request with "NaN happened".
         tp_sync: SGLang's synchronisation of the ranks that must choose the same tokens.
-        can_draw: whether drafts are drawn.
-        rule: for drawn drafts.
-        simulated: replaces all decisions, for benchmarks, if it is on.
+        rule: for drawn drafts. None: no drafts are drawn.
+        is_simulated: whether `simulate_acceptance` replaces all decisions, for benchmarks.
         metrics: counts batches that cannot be drawn.
         longest: the most tokens of a text, see `accept_greedy`.
         relay: of `make_relay`, takes lengths and bonus tokens for the next step.
+
+    Attributes:
+        can_draw: whether drafts are drawn.
     """
 
     def __init__(
@@ -129,28 +102,32 @@ class Acceptor:
         sampler: Any,
         vocab_size: int,
         tp_sync: SpecTpSync,
-        can_draw: bool,
-        rule: RejectionRule,
-        simulated: SimulatedAcceptance,
+        rule: RejectionRule | None,
+        is_simulated: bool,
         metrics: DFlashMetrics,
         longest: int,
         relay: Any,
     ):
         self._metrics, self._longest, self._relay = metrics, longest, relay
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
-        self.can_draw, self._rule, self._simulated = can_draw, rule, simulated
+        self.can_draw, self._rule, self._is_simulated = rule is not None, rule, is_simulated
 
     @classmethod
     def for_server(cls, target_runner: Any, tp_sync: SpecTpSync, metrics: DFlashMetrics) -> "Acceptor":
         """Make the acceptor that the server's options ask for, once the request table exists."""
-        spec, config = get_spec(), target_runner.model_config
+        config, simulated_length = target_runner.model_config, envs.SGLANG_SIMULATE_ACC_LEN.get()
+        if simulated_length > 0:
+            logger.warning(
+                "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the "
+                "target's.",
+                simulated_length,
+            )
         return cls(
             target_runner.sampler,
             config.vocab_size,
             tp_sync,
-            bool(spec.speculative_use_rejection_sampling),
-            rejection_rule(spec),
-            SimulatedAcceptance.from_environment(),
+            rejection_rule(get_spec()),
+            simulated_length > 0,
             metrics,
             config.context_len,
             make_relay(target_runner.req_to_token_pool.req_to_token.shape[0], target_runner.device),
@@ -213,21 +190,19 @@ class Acceptor:
         tables = RelayTables(batch.req_pool_indices, relay.new_seq_lens, relay.output_tokens)
         rest = cycle.committed, self._broken_token, tables, self._longest
         if block.probs is not None:
-            accept_len, tokens, max_logits = self._reject(
-                sampling_info, block.tokens, block.probs, logits, layout, masks
-            )
+            accept_len, tokens, max_logits = self._reject(sampling_info, block, logits, layout, masks)
         else:
             tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
             is_capped = bool((caps < layout.num_draft_tokens).any())
-            if layout.is_rectangle and not is_capped and not self._simulated.is_on:
+            if layout.is_rectangle and not is_capped and not self._is_simulated:
                 return accept_greedy(block.tokens, tokens, max_logits, *rest)
             accept_len = accept_matching_prefix(block.tokens, tokens)
             if not layout.is_rectangle:
                 accept_len = accept_len.minimum(layout.max_accept)
             if is_capped:
                 accept_len = accept_len.minimum(on_device(caps, torch.int32, logits.device))
-        if self._simulated.is_on:
-            accept_len, tokens = self._simulated.override(tokens, block.tokens)
+        if self._is_simulated:
+            accept_len, tokens = simulate_acceptance(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
         return complete_blocks(accept_len, tokens, max_logits, *rest)
 
@@ -244,27 +219,22 @@ class Acceptor:
     def _reject(
         self,
         sampling_info: Any,
-        tokens: torch.Tensor,
-        draft: DraftProbs,
+        block: DraftBlock,
         logits: torch.Tensor,
         rows: VerifyLayout,
         masks: SamplingMasks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the rejection rule. Returns accept lengths, output tokens and the largest logits."""
-        bs, verify_len = tokens.shape
+        """Run the rejection rule: rank 0's accept lengths, its output tokens, the largest logits."""
+        assert self._rule is not None and block.probs is not None
         probs, max_logits = target_probs(logits, sampling_info, rows)
         if masks.are_requested:
             masks.probs = rows.unpack(probs)
-        uniforms = torch.rand(bs, verify_len, device=logits.device)
-        accept_len, tokens = self._rule(tokens, probs, draft, uniforms[:, 1:], uniforms[:, 0], rows)
-        return *self._broadcast_decision(accept_len, tokens), max_logits
-
-    def _broadcast_decision(
-        self, accept_len: torch.Tensor, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rank 0's decision, sent in one broadcast."""
+        uniforms = torch.rand(block.tokens.shape, device=logits.device)
+        accept_len, tokens = self._rule(
+            block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0], rows
+        )
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        if not self._tp_sync.enabled(site):
-            return accept_len, tokens
-        decided = self._tp_sync.sync(site, torch.cat((tokens, accept_len[:, None]), dim=1))
-        return decided[:, -1].int(), decided[:, :-1].contiguous()
+        if self._tp_sync.enabled(site):  # one broadcast for both
+            decided = self._tp_sync.sync(site, torch.cat((tokens, accept_len[:, None]), dim=1))
+            accept_len, tokens = decided[:, -1].int(), decided[:, :-1].contiguous()
+        return accept_len, tokens, max_logits

@@ -7,8 +7,7 @@ counts are kept here, on the device, and replace SGLang's own.
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
@@ -20,8 +19,7 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
+class _Terms(NamedTuple):
     """Penalties of bs requests, in columns [bs, 1]: float32, and int64 for the lengths.
 
     `stop_logits` is [bs, vocab] float32, -inf at the tokens that end a request. None if no request has a
@@ -117,19 +115,16 @@ class Penalties:
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Count the tokens that new requests emitted before they were retracted."""
-        self._recount(
-            prompts.new_reqs, prompts.req_pool_indices, [req.output_ids for req in prompts.new_reqs]
-        )
+        reqs = prompts.new_reqs
+        self._recount(reqs, prompts.req_pool_indices[: len(reqs)], [req.output_ids for req in reqs])
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Count the tokens that requests emitted on another server."""
         self._recount(requests.reqs, requests.req_pool_indices, requests.output_ids)
 
     def _recount(self, reqs: Sequence[Any], rows: torch.Tensor, output_ids: Sequence[Sequence[int]]) -> None:
-        """Reset the counts of new requests, whose rows come first."""
         if not any(map(_is_penalized, reqs)):
             return
-        rows = rows[: len(reqs)]
         counts = torch.zeros(len(reqs), self._shape[1], dtype=torch.int32, device=self._device)
         counts.index_put_(_indices(output_ids, self._device), counts.new_ones(()), accumulate=True)
         self._counts[rows] = counts
@@ -161,8 +156,7 @@ class Penalties:
         """
         terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
-        columns = [*(getattr(terms, field.name) for field in fields(terms)), *rows.bounds]
-        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *columns)
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *terms, *rows.bounds)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""

@@ -146,18 +146,16 @@ def guard(req: Any) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def runs_per_slot(serialized: str) -> bool:
-    """Tell whether a serialized processor may be called for every slot of a block."""
+def runs_per_slot(serialized: str | None) -> bool:
+    """Tell whether a request's processor, if any, may be called for every slot of a block."""
+    if serialized is None:
+        return False
     return getattr(CustomLogitProcessor.from_str(serialized), "is_stateless", False)
 
 
 def need_tokens(reqs: Sequence[Any]) -> bool:
     """Tell whether a batch has a processor that reads the drafted tokens, on the host."""
-    return any(_runs_per_slot(req) for req in reqs)
-
-
-def _runs_per_slot(req: Any) -> bool:
-    return req.custom_logit_processor is not None and runs_per_slot(req.custom_logit_processor)
+    return any(runs_per_slot(req.custom_logit_processor) for req in reqs)
 
 
 class RequestAtSlot:
@@ -187,7 +185,7 @@ def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
     if num_slots == 1:
         return
     for row, req in enumerate(batch.reqs):
-        if not _runs_per_slot(req):
+        if not runs_per_slot(req.custom_logit_processor):
             continue
         drafted = chains.resolve()[-1][row, 1:].tolist()
         params = [

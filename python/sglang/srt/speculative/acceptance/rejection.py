@@ -183,22 +183,18 @@ def draw_final_tokens(
     return accept_len, tokens
 
 
-Walk = Callable[
-    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, VerifyLayout], tuple[torch.Tensor, torch.Tensor]
-]
-RejectionRule = Callable[
-    [torch.Tensor, torch.Tensor, DraftProbs, torch.Tensor, torch.Tensor, VerifyLayout],
-    tuple[torch.Tensor, torch.Tensor],
-]
+RejectionRule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 # A new rule is a walk above, a branch in its kernel, and a row here. After every walk the final token comes
 # from max(0, weight * p - q). If that is not exact for a rule, `draw_final_tokens` changes too.
-WALKS: dict[str, Walk] = {
+WALKS = {
     "rejection": walk_by_rejection,
     "block verification": walk_by_block_verification,
 }
 RULES: dict[str, RejectionRule] = {name: functools.partial(accept_drawn, name) for name in WALKS}
 
 
-def rejection_rule(spec: Any) -> RejectionRule:
-    """Choose the rule for drawn drafts by SGLang's flags."""
+def rejection_rule(spec: Any) -> RejectionRule | None:
+    """Choose the rule for drawn drafts by SGLang's flags. None: the server draws no drafts."""
+    if not spec.speculative_use_rejection_sampling:
+        return None
     return RULES["block verification" if spec.speculative_use_block_verification else "rejection"]

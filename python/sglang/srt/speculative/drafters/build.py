@@ -17,7 +17,6 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.models.quantized_linear import run_row_checks
-from sglang_dflash.srt.speculative.dflash_utils import check_target_model
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
@@ -54,7 +53,6 @@ def load_draft(
     model = worker.model_runner.model
     run_row_checks(model.row_checks)
     worker.draft_runner = worker.model_runner  # SGLang's device timers look for it here
-    check_target_model(target_runner.model, len(model.draft.target_layer_ids))
     checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
     tokens = target_runner.model_config.vocab_size
     own = {name for name in (EMBEDDING, HEAD) if getattr(model, name.removesuffix(".weight")) is not None}

@@ -9,7 +9,6 @@ served with a warning, as the output is right either way.
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -17,61 +16,36 @@ logger = logging.getLogger(__name__)
 _DFLASH_CAPTURE = "set_dflash_layers_to_capture"
 _EAGLE3_CAPTURE = "set_eagle3_layers_to_capture"
 
+VERIFIED_TARGETS = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "LlamaForCausalLM",
+    "Ministral3ForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
+)
 
-@dataclass(frozen=True, slots=True)
-class TargetKind:
-    """One implementation of a target in SGLang.
+# Verified targets that take the layers to capture through EAGLE-3's method. The DFLASH method of Qwen3-VL
+# calls one that its text model lacks (qwen3_vl.py:1688).
+_TAKES_EAGLE3 = ("Glm4MoeForCausalLM", "Qwen2ForCausalLM", "Qwen3VLForConditionalGeneration")
 
-    Attributes:
-        capture: the model's method that takes the layers to capture, as 0-based ids of layer outputs.
-        is_verified: whether the captured states have been compared with a reference.
-        offset: added to the ids, for a model that captures the input of the layer it is given.
-    """
-
-    architecture: str
-    capture: str = _DFLASH_CAPTURE
-    is_verified: bool = True
-    offset: int = 0
-
-    def capture_layers(self, model: Any, layer_ids: Sequence[int]) -> None:
-        """Make `model` return these layers' outputs too. Raises ValueError if it cannot."""
-        if not hasattr(model, self.capture):
-            raise ValueError(
-                f"DFLASH needs hidden states of the target, and {type(model).__name__} has no {self.capture}."
-            )
-        getattr(model, self.capture)([layer_id + self.offset for layer_id in layer_ids])
-
-
-VERIFIED_TARGETS = {
-    kind.architecture: kind
-    for kind in (
-        TargetKind("DeepseekV2ForCausalLM"),
-        TargetKind("DeepseekV3ForCausalLM"),
-        TargetKind("Gemma4ForCausalLM"),
-        TargetKind("Gemma4ForConditionalGeneration"),
-        TargetKind("Glm4MoeForCausalLM", capture=_EAGLE3_CAPTURE),
-        TargetKind("GptOssForCausalLM"),
-        TargetKind("Lfm2ForCausalLM"),
-        TargetKind("Lfm2MoeForCausalLM"),
-        TargetKind("LlamaForCausalLM"),
-        TargetKind("Ministral3ForCausalLM"),
-        TargetKind("MistralForCausalLM"),
-        TargetKind("Phi3ForCausalLM"),
-        TargetKind("Qwen2ForCausalLM", capture=_EAGLE3_CAPTURE),
-        TargetKind("Qwen3ForCausalLM"),
-        TargetKind("Qwen3_5ForCausalLM"),
-        TargetKind("Qwen3_5ForConditionalGeneration"),
-        TargetKind("Qwen3_5MoeForConditionalGeneration"),
-        TargetKind("Qwen3MoeForCausalLM"),
-        TargetKind("Qwen3NextForCausalLM"),
-        # Its DFLASH method calls one that its text model lacks (qwen3_vl.py:1688).
-        TargetKind("Qwen3VLForConditionalGeneration", capture=_EAGLE3_CAPTURE),
-        TargetKind("Qwen3VLMoeForConditionalGeneration"),
-    )
-}
-
-# By reading SGLang's code: their hooks name the input of a layer (muse_glimmer.py:420).
-_OFFSETS = {"MuseGlimmerForCausalLM": 1, "MuseGlimmerForConditionalGeneration": 1}
+# By reading SGLang's code: their hooks name the input of a layer, one above its output (muse_glimmer.py:420).
+_CAPTURES_INPUTS = ("MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration")
 
 # Compared, and not the layers' outputs: nothing makes a draft work on these.
 _CAPTURES_WRONG_STATES = {
@@ -80,22 +54,37 @@ _CAPTURES_WRONG_STATES = {
 }
 
 
-def target_kind(architectures: Sequence[str] | None) -> TargetKind:
-    """Return the kind of a target whose config names these architectures.
+def find_capture_method(architectures: Sequence[str] | None) -> str:
+    """Return the method that takes the layers to capture of a target.
 
-    Raises ValueError for a target that cannot be served. One that was not compared is, with a warning.
+    A target that was not compared is served with a warning.
+
+    Args:
+        architectures: of the target's config. None: it names none.
+
+    Raises:
+        ValueError: The target cannot be served.
     """
     name = str(next(iter(architectures or ()), None))
     if name in VERIFIED_TARGETS:
-        return VERIFIED_TARGETS[name]
+        return _EAGLE3_CAPTURE if name in _TAKES_EAGLE3 else _DFLASH_CAPTURE
+    from sglang.srt.models.registry import ModelRegistry  # imports every model, so not at the top
+
+    model_class = ModelRegistry.models.get(name)
+    captures = [method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)]
     if name in _CAPTURES_WRONG_STATES:
-        raise ValueError(
-            f"DFLASH cannot serve {name}: a draft reads outputs of target layers, but SGLang captures "
-            f"{_CAPTURES_WRONG_STATES[name]}."
-        )
-    capture = _find_capture_method(name)
-    _warn_not_compared(name)
-    return TargetKind(name, capture=capture, is_verified=False, offset=_OFFSETS.get(name, 0))
+        captured = _CAPTURES_WRONG_STATES[name]
+        problem = f"a draft reads outputs of target layers, but SGLang captures {captured}"
+    elif model_class is None:
+        problem = "SGLang has no such model, or could not import it on this machine"
+    elif not captures:
+        problem = "a draft reads its target's hidden states, and SGLang captures none"
+    elif not hasattr(model_class, "get_input_embeddings"):
+        problem = "a draft borrows the target's embedding, and it lends none"
+    else:
+        _warn_not_compared(name)
+        return captures[0]
+    raise ValueError(f"DFLASH cannot serve {name}: {problem}.")
 
 
 @functools.cache
@@ -105,30 +94,6 @@ def _warn_not_compared(name: str) -> None:
         "states than the draft reads.",
         name,
     )
-
-
-def _find_capture_method(name: str) -> str:
-    """Return the method by which SGLang's class of this name is told what to capture.
-
-    Raises ValueError if there is no such class or method, or if it does not lend its embedding.
-    """
-    from sglang.srt.models.registry import ModelRegistry  # imports every model, so not at the top
-
-    if name not in ModelRegistry.models:
-        raise ValueError(
-            f"DFLASH cannot serve {name}: SGLang has no such model, or could not import it on this machine."
-        )
-    model_class = ModelRegistry.models[name]
-    captures = [method for method in (_DFLASH_CAPTURE, _EAGLE3_CAPTURE) if hasattr(model_class, method)]
-    if not captures:
-        raise ValueError(
-            f"DFLASH cannot serve {name}: a draft reads its target's hidden states, and SGLang captures none."
-        )
-    if not hasattr(model_class, "get_input_embeddings"):
-        raise ValueError(
-            f"DFLASH cannot serve {name}: a draft borrows the target's embedding, and it lends none."
-        )
-    return captures[0]
 
 
 def configure_capture(
@@ -144,5 +109,10 @@ def configure_capture(
 
     SGLang calls one method on every target. It runs on the draft's model too, from which nothing is captured.
     """
-    if dflash_use_aux_hidden_state:
-        target_kind([type(model).__name__]).capture_layers(model, dflash_target_layer_ids)
+    if not dflash_use_aux_hidden_state:
+        return
+    name = type(model).__name__
+    method = find_capture_method([name])
+    if not hasattr(model, method):
+        raise ValueError(f"DFLASH needs hidden states of the target, and {name} has no {method}.")
+    getattr(model, method)([layer_id + (name in _CAPTURES_INPUTS) for layer_id in dflash_target_layer_ids])

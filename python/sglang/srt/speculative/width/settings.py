@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 from itertools import pairwise
 from typing import Annotated
@@ -11,11 +12,9 @@ from pydantic.dataclasses import dataclass
 
 from sglang_dflash.srt.environ import DFlashOptions
 
+logger = logging.getLogger(__name__)
+
 _Steps = tuple[Annotated[int, Field(ge=0)], ...]  # numbers of drafted tokens, in SGLang's words
-
-
-class EagleSettingsError(ValueError):
-    """A config file in the form of EAGLE's adaptive widths."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -47,8 +46,6 @@ class AdaptiveSettings:
         try:
             with open(os.path.expanduser(path)) as file:
                 return cls.parse(file.read())
-        except EagleSettingsError:
-            raise
         except OSError as error:
             reason = f"cannot be read ({error.strerror})."
         except ValueError as error:
@@ -57,16 +54,21 @@ class AdaptiveSettings:
 
     @classmethod
     def parse(cls, text: str) -> "AdaptiveSettings":
-        """Parse a JSON object. Raises ValueError that lists all that is wrong."""
+        """Parse a JSON object. Raises ValueError that lists all that is wrong.
+
+        EAGLE's form gives the defaults, and a warning.
+        """
         try:
             return TypeAdapter(cls).validate_json(text)
         except ValidationError as error:
             errors = error.errors()
         if any(error["loc"] and str(error["loc"][0]).isdigit() for error in errors):
-            raise EagleSettingsError(
-                "keys are batch sizes, which is EAGLE's form. DFLASH finds out by itself what pays at which "
-                'batch size: give {"candidate_steps": [0, 1, 3, 7]}.'
+            logger.warning(
+                "DFLASH does not follow --speculative-adaptive-config: keys are batch sizes, which is "
+                "EAGLE's form. DFLASH finds out by itself what pays at which batch size: give "
+                '{"candidate_steps": [0, 1, 3, 7]}.'
             )
+            return cls()
         found = [
             f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}, got {error['input']!r}"
             for error in errors
