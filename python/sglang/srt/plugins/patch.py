@@ -7,6 +7,7 @@ SGLang's own HookRegistry is not used. For every hook it walks all attributes of
 process of a server. That takes ten times as long as the rest of our installation.
 """
 
+import functools
 import importlib.metadata
 import inspect
 import logging
@@ -84,6 +85,27 @@ def load_ours(path: str) -> Callable[[], Any]:
 def call_ours(path: str) -> Callable[[], Any]:
     """Return a builder that calls our function at this path."""
     return lambda: load_ours(path)()()
+
+
+def wrapping(target: str, ours: str, **fields: Any) -> Patch:
+    """Make a patch of a function by ours, which gets SGLang's as its first argument.
+
+    Args:
+        target: as of `Patch`.
+        ours: path of our function in our package.
+        fields: others of `Patch`.
+    """
+
+    def build() -> Any:
+        original, wrapper = inspect.unwrap(resolve(target)[1]), load_ours(ours)()
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        return wrapped
+
+    return Patch(target=target, build=build, **fields)
 
 
 def release_numbers(version: str) -> tuple[int, ...]:

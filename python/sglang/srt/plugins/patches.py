@@ -16,7 +16,7 @@ SGLang's `HookRegistry` does not make the patches: it logs a hook that fails, an
 
 import functools
 
-from sglang_dflash.srt.plugins.patch import Patch, call_ours, load_ours
+from sglang_dflash.srt.plugins.patch import Patch, call_ours, load_ours, wrapping
 
 CpuPatch = functools.partial(Patch, cpu_only=True, upstream="docs/dev/upstream/cpu-operators.md")
 
@@ -129,13 +129,13 @@ AT_LOAD = (
 )
 
 AT_FRONT_END = (
-    Patch(
+    wrapping(
         target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
         upstream="https://github.com/sgl-project/sglang/pull/28960",
         feature="checks of sampling parameters",
         signature="(self)",
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
-        build=call_ours("srt.speculative.request_fields.checking_requests"),
+        ours="srt.speculative.request_fields.check_and_normalize",
     ),
     Patch(
         target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
@@ -184,21 +184,21 @@ AT_WORKER = (
         why="SGLang's verifies as many tokens for each request",
         build=call_ours("srt.layers.attention.packed_rows.verifying_packed_rows"),
     ),
-    Patch(
+    wrapping(
         target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
         upstream="docs/dev/upstream/prefill-chunks.md",
         feature="mixed chunks in a full KV pool",
         signature="(self, chunk_limit)",
         why="SGLang ends the scheduler if a prompt's next chunk finds too few KV slots",
-        build=call_ours("srt.speculative.dflash_utils.letting_chunks_wait"),
+        ours="srt.speculative.dflash_utils.let_chunks_wait",
     ),
-    Patch(
+    wrapping(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
         upstream="https://github.com/sgl-project/sglang/issues/39826",
         feature="stop strings and reasoning tokens as without a draft",
         signature="(self, new_accepted_len)",
         why="of several stops in one block SGLang may take a later one, and it counts reasoning beyond it",
-        build=call_ours("srt.speculative.dflash_utils.finishing_at_the_first_stop"),
+        ours="srt.speculative.dflash_utils.finish_at_the_first_stop",
     ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
@@ -217,19 +217,19 @@ AT_WORKER = (
         why="answer a request that DFLASH cannot serve exactly with HTTP 400",
         build=load_ours("srt.speculative.request_fields.validate_dflash_request"),
     ),
-    Patch(
+    wrapping(
         target="sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
         upstream="https://github.com/sgl-project/sglang/pull/28960",
         signature="(self, recv_req, mm_input_error)",
         why="some values end the scheduler, also in requests that SGLang refuses, and front ends differ",
-        build=call_ours("srt.speculative.request_fields.refusing_requests"),
+        ours="srt.speculative.request_fields.check_and_handle",
     ),
-    Patch(
+    wrapping(
         target="sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
         upstream="docs/dev/upstream/plugin-doors.md",
         signature="(self, batch, last_batch)",
         why="a custom logit processor reads its request's tokens, which the host must know by then",
-        build=call_ours("srt.speculative.acceptance.processors.without_overlap"),
+        ours="srt.speculative.acceptance.processors.disable_overlap_for",
     ),
     Patch(
         target="sglang.srt.speculative.dflash_info.DFlashVerifyInput",

@@ -1,7 +1,5 @@
 """Start-up checks of KV budget and graph memory; fences; patches of SGLang's steps."""
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -59,49 +57,35 @@ def hold_request_rows(target_runner: Any) -> None:
     target_runner.shared_read_done_event = None
 
 
-def letting_chunks_wait() -> Callable[..., Any]:
-    """Build `PrefillBudget.available_chunk_tokens`, which lets a chunk wait for KV slots.
+def let_chunks_wait(available_chunk_tokens: Callable[..., Any], budget: Any, chunk_limit: int) -> int | None:
+    """Let a chunk wait for KV slots, in `PrefillBudget.available_chunk_tokens`.
 
     SGLang's takes a whole chunk if nothing of the budget is left. If the pool has fewer slots, that ends the
     scheduler. Beside mixed chunks decode rows reserve whole blocks, so a pool gets that full. A chunk that
     waits goes on once decode rows have ended or were retracted.
     """
-    from sglang.srt.mem_cache.prefill_budget import PrefillBudget
-
-    original = inspect.unwrap(PrefillBudget.available_chunk_tokens)
-
-    @functools.wraps(original)
-    def available_chunk_tokens(self: Any, chunk_limit: int) -> int | None:
-        wanted = original(self, chunk_limit)
-        if wanted is None:
-            return None
-        room = self._available_and_evictable() // self.page_size * self.page_size
-        return min(wanted, room) if room > 0 else None
-
-    return available_chunk_tokens
+    wanted = available_chunk_tokens(budget, chunk_limit)
+    if wanted is None:
+        return None
+    room = budget._available_and_evictable() // budget.page_size * budget.page_size
+    return min(wanted, room) if room > 0 else None
 
 
-def finishing_at_the_first_stop() -> Callable[..., None]:
-    """Build `Req.update_finish_state`, which ends a run of tokens at its first stop.
+def finish_at_the_first_stop(
+    update_finish_state: Callable[..., None], req: Any, new_accepted_len: int = 1
+) -> None:
+    """End a run of tokens at its first stop, in `Req.update_finish_state`.
 
     SGLang looks for stop strings in the order of the request, then for stop tokens, then at the length. The
     one that it finds in a run may come after another. It also counts the reasoning of the whole run.
     """
-    from sglang.srt.managers.schedule_batch import Req
-
-    original = Req.update_finish_state
-
-    @functools.wraps(original)
-    def update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
-        is_decided = self.finished() or self.to_finish
-        original(self, new_accepted_len)
-        if is_decided or self.finished_len is None or new_accepted_len <= 1:
-            return
-        if self.sampling_params.stop_strs or self.sampling_params.stop_regex_strs:
-            _stop_token_by_token(self, original, len(self.output_ids) - new_accepted_len)
-        self.reasoning_tokens = min(self.reasoning_tokens, self.finished_len)
-
-    return update_finish_state
+    is_decided = req.finished() or req.to_finish
+    update_finish_state(req, new_accepted_len)
+    if is_decided or req.finished_len is None or new_accepted_len <= 1:
+        return
+    if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:
+        _stop_token_by_token(req, update_finish_state, len(req.output_ids) - new_accepted_len)
+    req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
 
 def _stop_token_by_token(req: Any, check: Callable[[Any], None], num_old: int) -> None:

@@ -84,18 +84,10 @@ _INTERNAL = (
 )
 
 
-def checking_requests() -> Callable[[Any], None]:
-    """Wrap `GenerateReqInput.normalize_batch_and_arguments` in a check of the request."""
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    original = GenerateReqInput.normalize_batch_and_arguments
-
-    @functools.wraps(original)
-    def normalize_batch_and_arguments(self):
-        check_request(self)
-        original(self)
-
-    return normalize_batch_and_arguments
+def check_and_normalize(normalize_batch_and_arguments: Callable[[Any], None], request: Any) -> None:
+    """Check a request first, in `GenerateReqInput.normalize_batch_and_arguments`."""
+    check_request(request)
+    normalize_batch_and_arguments(request)
 
 
 def check_request(request: Any) -> None:
@@ -192,23 +184,17 @@ class Refused(SamplingParams):
     problem: str = ""
 
 
-def refusing_requests() -> Callable[..., None]:
-    """Build `Scheduler.handle_generate_request`, which checks a request first.
+def check_and_handle(
+    handle_generate_request: Callable[..., None], scheduler: Any, recv_req: Any, **options: Any
+) -> None:
+    """Check a request first, in `Scheduler.handle_generate_request`.
 
     A front end of another language sends requests without SGLang's checks in Python. SGLang also refuses some
     requests by itself, such as those of an unknown session, and then runs them with what they asked for.
     """
-    from sglang.srt.managers.scheduler import Scheduler
-
-    original = Scheduler.handle_generate_request
-
-    @functools.wraps(original)
-    def handle_generate_request(self: Any, recv_req: Any, *, mm_input_error: str | None = None) -> None:
-        if problem := find_problem(recv_req, self.model_config):
-            _make_harmless(recv_req, problem)
-        original(self, recv_req, mm_input_error=mm_input_error)
-
-    return handle_generate_request
+    if problem := find_problem(recv_req, scheduler.model_config):
+        _make_harmless(recv_req, problem)
+    handle_generate_request(scheduler, recv_req, **options)
 
 
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:

@@ -9,7 +9,6 @@ A processor is its sender's code. If it raises, its request ends, and no other.
 
 import copy
 import functools
-import inspect
 import json
 import logging
 import pickle
@@ -173,7 +172,7 @@ class RequestAtSlot:
 def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
     """Apply a batch's processors to the logits of blocks, in place.
 
-    The requests' outputs on the host must be complete (`without_overlap`).
+    The requests' outputs on the host must be complete (`disable_overlap_for`).
 
     Args:
         batch: the scheduler's.
@@ -196,21 +195,15 @@ def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
         logits[row, 1:] = processor.shape_slots(logits[row, 1:], params)
 
 
-def without_overlap() -> Callable[..., bool]:
-    """Wrap `Scheduler.is_disable_overlap_for_batch`: processors need complete outputs.
+def disable_overlap_for(
+    is_disable_overlap_for_batch: Callable[..., bool], scheduler: Any, batch: Any, last_batch: Any
+) -> bool:
+    """Disable overlap for processors too, in `Scheduler.is_disable_overlap_for_batch`.
 
-    With overlap scheduling the host would learn of a cycle's tokens after the next one began.
+    They need complete outputs. With overlap the host learns of a cycle's tokens after the next one began.
     """
-    from sglang.srt.managers.scheduler import Scheduler
-
-    original = inspect.unwrap(Scheduler.is_disable_overlap_for_batch)
-
-    @functools.wraps(original)
-    def is_disable_overlap_for_batch(self, batch, last_batch):
-        if original(self, batch, last_batch):
-            return True
-        if batch is None or batch.sampling_info is None:
-            return False
-        return bool(batch.sampling_info.has_custom_logit_processor and self.result_queue)
-
-    return is_disable_overlap_for_batch
+    if is_disable_overlap_for_batch(scheduler, batch, last_batch):
+        return True
+    if batch is None or batch.sampling_info is None:
+        return False
+    return bool(batch.sampling_info.has_custom_logit_processor and scheduler.result_queue)
