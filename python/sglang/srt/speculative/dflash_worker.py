@@ -1,6 +1,7 @@
 """The scheduler's worker for DFLASH: start-up, prefill and decode cycles.
 
-A cycle is draft -> verify -> accept -> commit.
+A cycle is draft -> verify -> accept -> commit. CUDA graphs hold the draft's forward and the verify forward.
+The latter ends with what of the commit needs no acceptance (`VerifyTail`).
 
 Follows SGLang's contract for speculative workers, version 2 (docs/dev/contracts.md), and keeps no state per
 request. The bonus token and the length cross a cycle in `DFlashDraftInput`, which SGLang relays.

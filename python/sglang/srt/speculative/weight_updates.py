@@ -247,12 +247,9 @@ class RoutedUpdater:
     def _update(
         self, update: Callable[[], tuple[bool, str]], selector: str | None = None, is_whole: bool = False
     ) -> tuple[bool, str]:
-        """Run an update, and return its outcome, which is the same on all ranks.
+        """Run an update of SGLang's, and return its outcome, which is the same on all ranks.
 
-        Args:
-            update: SGLang's, which reports success and a message, or raises.
-            selector: in place of the update's own.
-            is_whole: A draft must get all its tensors.
+        `selector` replaces the update's own. If `is_whole`, a draft must get all its tensors.
         """
         self._problem, self._has_tried, self._has_written = "", False, False
         self._selector, self._draft.takes_parts = selector or self.selector, not is_whole

@@ -8,6 +8,9 @@ import pytest
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
+from sglang.srt.managers import overlap_utils
+from sglang.srt.speculative import spec_utils
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from support.acceptors import OneRank, accept, make_acceptor
 from support.decisions import accepted_blocks, decide
@@ -15,10 +18,12 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
+from sglang_dflash.srt.speculative.acceptance.acceptor import make_relay
 from sglang_dflash.srt.speculative.acceptance.rejection import RULES, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 
 WIDTH = 4
 SAMPLED, GREEDY = {"temperature": 1.0}, {"top_k": 1}
@@ -146,14 +151,10 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
     target = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     logits.scatter_(1, target.view(-1, 1), 5.0)
     block = DraftBlock(torch.tensor([[0, 1, 2, 3], [0, 5, 6, 7]]))
-    info = sampling_info({"top_k": 1}, {"top_k": 1})
-    batch = SimpleNamespace(sampling_info=info, return_logprob=False)
-    cycle = SimpleNamespace(
-        positions=torch.arange(8).view(2, 4), layout=whole_blocks(2, 4), committed=torch.tensor([5, 7])
-    )
-    accepted = accept(make_acceptor(), batch, cycle, block, logits.clone(), np.array([1, 3]))
+    batch, cycle = batch_of(GREEDY, GREEDY), cycle_of(whole_blocks(2, WIDTH))
+    accepted = accept(make_acceptor(), batch, cycle, block, logits, np.array([1, 3]))
     assert (accepted.accept_len.tolist(), accepted.bonus.tolist()) == ([1, 3], [2, 8])
-    assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [7, 11]
+    assert accepted.accept_len.dtype == torch.int32 and accepted.committed.tolist() == [12, 24]
 
 
 @pytest.mark.parametrize("has_masks", [False, True])
@@ -201,6 +202,33 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
     assert relay.published_seq_lens is accepted.committed and relay.published_bonus is accepted.bonus
     for table, wanted in zip(tables, (accepted.committed, accepted.bonus), strict=True):
         assert table[rows].tolist() == wanted.tolist() and wanted.any()
+
+
+@pytest.mark.skipif(not hasattr(overlap_utils, "FutureRelayBuffers"), reason="SGLang 0.5.22 takes no tables")
+@pytest.mark.parametrize("is_adopted", [True, False])
+def test_the_scheduler_reads_what_acceptance_wrote(is_adopted, monkeypatch):
+    """It does not take tables of another size."""
+    monkeypatch.setattr(overlap_utils, "_offered_relay", None)
+    monkeypatch.setattr(spec_utils, "spec_need_hidden_states", lambda: False)
+    rows, num_rows = torch.tensor([7, 2]), 9
+    acceptor = make_acceptor(relay=make_relay(num_rows if is_adopted else num_rows + 1, "cpu"))
+    pool = SimpleNamespace(req_to_token=torch.zeros(num_rows, 64, dtype=torch.int32))
+    relay = overlap_utils.FutureMap("cpu", SpeculativeAlgorithm.DFLASH, pool, needs_cpu_seq_lens=False)
+    assert (relay._relay is not None) == is_adopted
+    batch, cycle = batch_of(GREEDY, GREEDY, req_pool_indices=rows), cycle_of(whole_blocks(2, 3))
+    block, logits = torch.tensor([[5, 1, 2], [5, 9, 2]]), torch.eye(VOCABULARY)[[1, 2, 3, 1, 2, 3]]
+    accepted = accept(acceptor, batch, cycle, DraftBlock(block), logits)
+    assert accepted.committed.tolist() == [13, 21] and accepted.bonus.tolist() == [3, 1]
+    if is_adopted:
+        assert relay.new_seq_lens_buf[rows].tolist() == [13, 21], "before SGLang publishes"
+    relay.publish(rows, accepted.committed)
+    draft_input = DFlashDraftInput(accepted.bonus, accepted.committed)
+    relay.stash(rows, overlap_utils.RelayPayload.from_draft_input(draft_input))
+    assert relay.new_seq_lens_buf[rows].tolist() == [13, 21]
+    assert relay.output_tokens_buf[rows].tolist() == [3, 1]
+    # A prefill's lengths are other tensors, which SGLang copies as before.
+    relay.publish(rows, torch.tensor([4, 5]))
+    assert relay.new_seq_lens_buf[rows].tolist() == [4, 5]
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
@@ -265,10 +293,8 @@ def test_masks_of_the_sampler_are_cut_to_what_each_request_emits(is_captured):
     assert found.lengths.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found.selected_logprobs.tolist() == [[0, -1, -2, -3], [-4, -5, -6, -7]]
     assert found.statuses.tolist() == [[0, 10, 20, 30], [40, 50, 60, 70]]
-    if is_captured:
-        assert found.support_logprobs.tolist() == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
-    else:
-        assert found.support_logprobs is None
+    support = found.support_logprobs
+    assert support.tolist() == [[[0, 1], [2, 3], [4, 5], [6, 7]]] if is_captured else support is None
 
 
 def test_masks_of_drawn_drafts_hold_the_tokens_of_each_slot():

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from support.decisions import accepted_blocks
 from support.penalized import EOS, STOP, penalized, request
 
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
-from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 
 VOCAB = 12
@@ -48,7 +49,7 @@ def begin_prefill(penalties: Penalties, batch, num_new: int) -> None:
 
 @given(st.data())
 def test_any_schedule_counts_emitted_tokens(data):
-    """Each position is penalized by the emitted and drafted tokens before it.
+    """Each verified slot is penalized by the emitted and drafted tokens before it.
 
     Requests start, run blocks in any batch and order, end, and leave their slot to others.
     """
@@ -96,15 +97,18 @@ def test_any_schedule_counts_emitted_tokens(data):
         ]
         batch = batch_of(reqs, chosen, lengths)
         block = torch.randint(VOCAB, (len(chosen), width))
-        before = [
-            tokens + block[i, 1 : k + 1].tolist() for i, tokens in enumerate(outputs) for k in range(width)
-        ]
+        lengths = (
+            torch.randint(width, (len(chosen),)) if data.draw(st.booleans()) else [width - 1] * len(chosen)
+        )
+        rows = VerifyLayout(len(chosen), width, np.array(lengths))
+        slots = [(i, k) for i, length in enumerate(lengths) for k in range(length + 1)]
 
-        def in_block(logits, batch=batch, block=block):
-            penalties.penalize_block(batch, block, logits, whole_blocks(*block.shape))
+        def in_block(logits, batch=batch, block=block, rows=rows):
+            penalties.penalize_block(batch, block, logits, rows)
             return logits
 
-        assert_logits(before, [req for req in reqs for _ in range(width)], in_block)
+        before = [outputs[i] + block[i, 1 : k + 1].tolist() for i, k in slots]
+        assert_logits(before, [reqs[i] for i, _ in slots], in_block)
         kept = torch.randint(width, (len(chosen),), dtype=torch.int32)
         out = torch.randint(VOCAB, (len(chosen), width))
         penalties.count_block(batch, accepted_blocks(kept, out))

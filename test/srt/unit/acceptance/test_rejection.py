@@ -12,8 +12,7 @@ from support.enumeration import Case, as_shuffled_list, deviation, output_law, r
 from support.rejection_batches import batches
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 RULES = [*BY_NAME.values()]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size
@@ -73,18 +72,6 @@ def test_a_uniform_of_zero_accepts_no_impossible_token(rule):
     block, draft = torch.tensor([[0, 1, 0]]), one_hot(torch.tensor([[1, 0]]))
     verdict = rule(block, target_probs, draft, torch.zeros(1, 2), torch.zeros(1))
     assert (verdict.accept_len.item(), verdict.bonus.item()) == (0, 0)
-
-
-def test_a_rejection_without_a_residual_draws_a_possible_token():
-    """Only rounding rejects a token whose probabilities are equal."""
-    probs = torch.tensor([[0.0, 0.5, 0.5]])
-    block, draft = torch.tensor([[0, 1]]), DraftProbs(torch.arange(3)[None, None], probs[None])
-    nothing, weight = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=torch.float64)
-    for uniform in (0.0, 0.7):
-        _, tokens = draw_final_tokens(
-            block, nothing, probs.repeat(2, 1), weight, draft, torch.tensor([uniform]), whole_blocks(1, 2)
-        )
-        assert tokens[0, 0] == (1 if uniform < 0.5 else 2)
 
 
 # -- the enumeration can fail

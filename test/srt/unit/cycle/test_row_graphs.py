@@ -149,31 +149,24 @@ def runner_of(**graph_fields) -> SimpleNamespace:
     return SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(**fields | graph_fields))
 
 
-class FlashAttentionBackend:
-    def __init__(self, has_local_attention=False):
-        self.has_local_attention = has_local_attention
+FA, TRTLLM, TRITON = "FlashAttentionBackend", "TRTLLMHAAttnBackend", "TritonAttnBackend"
 
 
-class TRTLLMHAAttnBackend(FlashAttentionBackend):
-    def __init__(self, is_xqa_impl: bool):
-        super().__init__()
-        self.is_xqa_impl = is_xqa_impl
-
-
-class TritonAttnBackend:
-    def __init__(self, enable_deterministic: bool):
-        self.enable_deterministic = enable_deterministic
-
-
-def test_who_verifies_one_width_and_why():
-    def reason(attention, runner=None):
-        return reason_for_one_width(runner or runner_of(), attention)
-
-    assert reason(FlashAttentionBackend()) is reason(TRTLLMHAAttnBackend(is_xqa_impl=False)) is None
-    assert "TRTLLMHAAttnBackend verifies one width" in reason(TRTLLMHAAttnBackend(is_xqa_impl=True))
-    assert reason(TritonAttnBackend(enable_deterministic=False)) is None
-    assert "TritonAttnBackend verifies one width" in reason(TritonAttnBackend(enable_deterministic=True))
-    assert "SimpleNamespace verifies one width" in reason(SimpleNamespace())
-    assert "chunks" in reason(FlashAttentionBackend(has_local_attention=True))
-    assert "no CUDA graphs" in reason(FlashAttentionBackend(), runner_of(disable_padding=True))
-    assert "data-parallel" in reason(FlashAttentionBackend(), runner_of(require_gathered_buffer=True))
+@pytest.mark.parametrize(
+    ("name", "fields", "graph_fields", "words"),
+    [
+        (FA, {}, {}, None),
+        (FA, {"has_local_attention": True}, {}, "chunks"),
+        (FA, {}, {"disable_padding": True}, "no CUDA graphs"),
+        (FA, {}, {"require_gathered_buffer": True}, "data-parallel"),
+        (TRTLLM, {"is_xqa_impl": False}, {}, None),
+        (TRTLLM, {"is_xqa_impl": True}, {}, "TRTLLMHAAttnBackend verifies one width"),
+        (TRITON, {"enable_deterministic": False}, {}, None),
+        (TRITON, {"enable_deterministic": True}, {}, "TritonAttnBackend verifies one width"),
+        ("AnyBackend", {}, {}, "AnyBackend verifies one width"),
+    ],
+)
+def test_who_verifies_one_width_and_why(name, fields, graph_fields, words):
+    attention = type(name, (SimpleNamespace,), {})(**fields)
+    reason = reason_for_one_width(runner_of(**graph_fields), attention)
+    assert reason is None if words is None else words in reason

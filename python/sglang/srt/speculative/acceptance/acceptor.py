@@ -192,7 +192,11 @@ class Acceptor:
         if block.probs is not None:
             accept_len, tokens, max_logits = self._reject(sampling_info, block, logits, layout, masks)
         else:
-            tokens, max_logits = self._target_tokens(sampling_info, cycle, logits, masks)
+            tokens, max_logits = draw_target_tokens(
+                logits, sampling_info, cycle.positions, layout, self._sampler, masks
+            )
+            greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+            tokens = self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens)
             is_capped = bool((caps < layout.num_draft_tokens).any())
             if layout.is_rectangle and not is_capped and not self._is_simulated:
                 return accept_greedy(block.tokens, tokens, max_logits, *rest)
@@ -205,16 +209,6 @@ class Acceptor:
             accept_len, tokens = simulate_acceptance(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
         return complete_blocks(accept_len, tokens, max_logits, *rest)
-
-    def _target_tokens(
-        self, sampling_info: Any, cycle: Cycle, logits: torch.Tensor, masks: SamplingMasks
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run `draw_target_tokens`, with rank 0's tokens."""
-        tokens, max_logits = draw_target_tokens(
-            logits, sampling_info, cycle.positions, cycle.layout, self._sampler, masks
-        )
-        greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
-        return self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens), max_logits
 
     def _reject(
         self,

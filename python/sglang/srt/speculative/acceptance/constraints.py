@@ -56,9 +56,7 @@ class _Terms(NamedTuple):
     def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Compute what is added to logits [bs, vocab].
 
-        Args:
-            counts: [bs, vocab], how often each request has emitted each token.
-            lengths: [bs], tokens of each request, the prompt included.
+        `counts` [bs, vocab] are of emitted tokens. `lengths` [bs] include the prompt.
         """
         total = -self.frequency * counts - self.presence * (counts > 0)
         if self.stop_logits is not None:

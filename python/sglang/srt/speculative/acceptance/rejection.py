@@ -79,23 +79,18 @@ def walk_by_rejection(
     Returns accept lengths [bs] int32 and weights [bs] float64, which are always 1.
     """
     drafted = block[:, 1:]
+    slots, lengths = _slots_and_lengths(rows, block.device)
     # A product instead of u < p / q, so that q may be zero.
-    is_accepted = accept_uniforms.double() * draft.prob_of(drafted) < _probs_of(drafted, target_probs, rows)
-    if not rows.is_rectangle:
-        is_accepted &= torch.arange(drafted.shape[1], device=block.device) < rows.max_accept[:, None]
+    is_accepted = accept_uniforms.double() * draft.prob_of(drafted) < target_probs[slots[:, :-1], drafted]
+    is_accepted &= torch.arange(drafted.shape[1], device=block.device) < lengths[:, None]
     accept_len = is_accepted.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
     return accept_len, torch.ones_like(accept_len, dtype=torch.float64)
 
 
-def _probs_of(drafted: torch.Tensor, target_probs: torch.Tensor, rows: VerifyLayout) -> torch.Tensor:
-    """Look up the target's probability of each drafted token. [bs, B - 1]"""
-    if not rows.is_rectangle:
-        return target_probs[rows.slots[:, :-1], drafted]
-    return (
-        target_probs.view(*rows.shape, target_probs.shape[-1])[:, :-1]
-        .gather(2, drafted[..., None])
-        .squeeze(2)
-    )
+def _slots_and_lengths(rows: VerifyLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the row of each slot [bs, B] int64, and drafted tokens to verify [bs]."""
+    slots = rows.unpack(torch.arange(rows.num_rows, device=device))
+    return slots, torch.as_tensor(rows.num_draft_tokens, device=device)
 
 
 def walk_by_block_verification(
@@ -120,7 +115,8 @@ def walk_by_block_verification(
     """
     width = block.shape[1]
     drafted = block[:, 1:]
-    ratios = _probs_of(drafted, target_probs, rows) / draft.prob_of(drafted).double()
+    slots, lengths = _slots_and_lengths(rows, block.device)
+    ratios = target_probs[slots[:, :-1], drafted] / draft.prob_of(drafted).double()
     accept_len = torch.zeros(len(block), dtype=torch.int32, device=block.device)
     prefix_weight = weight = torch.ones_like(accept_len, dtype=torch.float64)
     for length in range(1, width):
@@ -128,14 +124,12 @@ def walk_by_block_verification(
         # The sum of min(w * p, q), to which only candidates add. r is w - shared, r + 1 - w is 1 - shared.
         shared = torch.zeros_like(prefix_weight)
         if length < width - 1:
-            target = target_probs[rows.row_of(length)[:, None], draft.ids[:, length]]
+            target = target_probs[slots[:, length, None], draft.ids[:, length]]
             shared = torch.minimum(prefix_weight[:, None] * target, draft.probs[:, length]).sum(dim=1)
-            if not rows.is_rectangle:
-                shared = torch.where(length < rows.max_accept, shared, 0)
+            shared = torch.where(length < lengths, shared, 0)
         # A product: if w is 1 and p equals q, both sides are zero, and a later length is accepted.
         accepted = accept_uniforms[:, length - 1].double() * (1 - shared) < prefix_weight - shared
-        if not rows.is_rectangle:
-            accepted &= length <= rows.max_accept
+        accepted &= length <= lengths
         accept_len = torch.where(accepted, length, accept_len)
         weight = torch.where(accepted, prefix_weight, weight)
     return accept_len, weight
@@ -152,14 +146,8 @@ def draw_final_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the last token from max(0, weight * p - q), or from p after a whole block.
 
-    Args:
-        block: [bs, B] int64, column 0 the anchor.
-        accept_len: [bs] int32, accepted drafted tokens.
-        target_probs: [T, V] float32.
-        weight: [bs] float64, of the accepted prefix. 1 under standard rejection.
-        draft: distributions that columns 1.. were drawn from.
-        final_uniforms: [bs] in [0, 1).
-        rows: verified slots.
+    `accept_len` and `weight` are a walk's: accepted drafted tokens [bs] int32, and the weight of the accepted
+    prefix [bs] float64. The other arguments are those of `accept_drawn`.
     """
     bs, block_size = block.shape
     requests = torch.arange(bs, device=block.device)

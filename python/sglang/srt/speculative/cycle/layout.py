@@ -99,12 +99,6 @@ class VerifyLayout:
             return per_request[self.index // self.verify_len]
         return per_request if self.verify_len == 1 else per_request.repeat_interleave(self.verify_len, dim=0)
 
-    def row_of(self, column: int) -> torch.Tensor:
-        """Return the row of one slot of each request. [bs] int64"""
-        return (
-            torch.arange(self.bs) * self.verify_len + column if self.is_rectangle else self.slots[:, column]
-        )
-
 
 @functools.lru_cache(maxsize=1024)
 def whole_blocks(bs: int, verify_len: int) -> VerifyLayout:

@@ -48,7 +48,7 @@ def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
         elif known.has_landed:
             added, length = 0, req.kv.kv_committed_len
         elif known.previous is None:
-            added, length = known.verify_len, req.kv.kv_committed_len
+            added, length = known.plan.verify_len, req.kv.kv_committed_len
         else:
             return None  # two cycles are in flight
         most.append(length + added)

@@ -103,11 +103,6 @@ class CycleInFlight:
     has_landed: bool = False
     previous: "CycleInFlight | None" = None
 
-    @property
-    def verify_len(self) -> int:
-        """Tokens that the cycle adds to a request at most. It adds one at least."""
-        return self.plan.verify_len
-
 
 class CyclesInFlight:
     """Launched cycles, oldest first. SGLang reports the accept lengths of each once, in order."""

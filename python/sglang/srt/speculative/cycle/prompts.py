@@ -98,11 +98,6 @@ class PrefilledRequests:
     bonus_tokens: torch.Tensor
     output_ids: list[list[int]]
 
-    @property
-    def new_reqs(self) -> Sequence[Any]:
-        """SGLang's requests, all of which are new here."""
-        return self.reqs
-
 
 def table_rows(batch: Any) -> np.ndarray:
     """Return the rows of a batch's requests in the request table, [bs] int64.
