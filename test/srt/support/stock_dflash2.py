@@ -1,4 +1,4 @@
-"""SGLang's own DFlash2 draft on the blocks of a DFlash2Case: `stock_dflash2.py IN OUT`.
+"""SGLang's own DFlash2 draft on the blocks of some DFlash2Cases: `stock_dflash2.py IN OUT`.
 
 It runs in a separate process. Only its model class is SGLang's: the pools, and the attention over them,
 are the unit tests'. Its compiled functions run uncompiled (the caller sets TORCHDYNAMO_DISABLE). Context
@@ -71,4 +71,4 @@ def main(given: dict) -> dict:
 
 if __name__ == "__main__":
     with torch.no_grad():
-        torch.save(main(torch.load(sys.argv[1])), sys.argv[2])
+        torch.save([main(given) for given in torch.load(sys.argv[1])], sys.argv[2])

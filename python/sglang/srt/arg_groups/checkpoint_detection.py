@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, names_its_layers
+from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, layer_inputs
 from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
@@ -105,7 +105,7 @@ def _record_target_depth(
 ) -> None:
     """Pass the target's depth to all processes, if the draft does not name its layers."""
     config = read_config(draft, draft_revision)
-    if draft is None or config is None or names_its_layers(config):
+    if draft is None or config is None or layer_inputs(config) is not None:
         return
     if speculators_type(config) != "peagle" and not is_flat_peagle(config, draft):
         return

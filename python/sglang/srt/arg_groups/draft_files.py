@@ -16,7 +16,7 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError, assumed_values
-from sglang_dflash.srt.configs.quantization import PACKED, DraftQuantization
+from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
@@ -61,26 +61,6 @@ def check_draft_tensors(
     tokens = draft.vocab_size if target_tokens is None else target_tokens
     if problems := [*found.problems, *vocabulary_problems(draft, tokens, found.shapes, **found.maps)]:
         raise DraftConfigError(checkpoint, [*assumed_in_file(checkpoint), *draft.assumed(), *problems])
-
-
-def flag_problem(args: Any, quantization: DraftQuantization | None) -> str | None:
-    """Say how the flag contradicts the file.
-
-    Args:
-        args: the server's; SGLang has turned "unquant", which fits every file, into None.
-        quantization: the file's; None if it is dense.
-    """
-    named = args.speculative_draft_model_quantization
-    if named is None or not args._speculative_draft_quantization_explicitly_set:
-        return None
-    flag = f"--speculative-draft-model-quantization {named}"
-    if quantization is None:
-        return f"{flag} is not served for a draft that is not quantized: leave it out."
-    if named not in (PACKED, *quantization.names):
-        return (
-            f"{flag}: the draft is quantized by {quantization.method}. Leave the flag out, or give {PACKED}."
-        )
-    return None
 
 
 def apply_draft_quantization(args: Any) -> None:

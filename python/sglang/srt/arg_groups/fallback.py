@@ -60,8 +60,7 @@ def fall_back_if_unsupported(server_args: Any, found: list[Unsupported]) -> bool
     """
     if not found:
         return False
-    reasons = _reasons_to_refuse(server_args, found)
-    if reasons:
+    if reasons := _reasons_to_refuse(server_args, found):
         listed = "\n  - ".join(finding.what for finding in found)
         raise ValueError(
             f"DFLASH does not support:\n  - {listed}\n"
@@ -85,16 +84,15 @@ def fall_back_on_unsupported_sglang(server_args: Any, what: str) -> None:
 def _decide_for_builtin(server_args: Any, found: list[Unsupported], level: int = logging.WARNING) -> None:
     lost = (*BUILTIN_LACKS, *(finding.drawback for finding in found if finding.drawback))
     because = tuple(finding.what for finding in found)
-    decision = Implementation("sglang", version("sglang"), because, lost)
-    decision.decide(server_args)
+    Implementation("sglang", version("sglang"), because, lost).decide(server_args)
     DFlashOptions.FALLBACK.set(1)
     DFlashOptions.ADAPTIVE.clear()
     logger.log(
         level,
         "DFLASH: SGLang's built-in implementation serves this server, because ours does not support %s. "
         "Lost: %s. --speculative-dflash-strict (%s=1) refuses instead.",
-        "; ".join(decision.because),
-        ", ".join(decision.lost),
+        "; ".join(because),
+        ", ".join(lost),
         DFlashOptions.STRICT.variable,
     )
 
@@ -122,18 +120,18 @@ def _forbidding_options() -> list[str]:
     """Name the requested options that forbid the fallback. A strict server names one."""
     if DFlashOptions.STRICT.get():
         return ["--speculative-dflash-strict forbids it"]
-    named = [
-        flag
-        for flag, option, harmless in (
-            ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD, ()),
-            ("--speculative-draft-sample-method", DFlashOptions.DRAFT_SAMPLE_METHOD, ("greedy",)),
-            ("--speculative-draft-temperature-scale", DFlashOptions.DRAFT_TEMPERATURE_SCALE, ()),
-            ("--speculative-draft-sampled-slots", DFlashOptions.DRAFT_SAMPLED_SLOTS, ()),
-            ("--speculative-draft-head-dtype", DFlashOptions.DRAFT_HEAD_DTYPE, ()),
-        )
-        if option.get() not in (option.default, *harmless)
+    options = (
+        ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD),
+        ("--speculative-draft-sample-method", DFlashOptions.DRAFT_SAMPLE_METHOD),
+        ("--speculative-draft-temperature-scale", DFlashOptions.DRAFT_TEMPERATURE_SCALE),
+        ("--speculative-draft-sampled-slots", DFlashOptions.DRAFT_SAMPLED_SLOTS),
+        ("--speculative-draft-head-dtype", DFlashOptions.DRAFT_HEAD_DTYPE),
+    )
+    return [
+        f"it lacks {flag}, which was requested"
+        for flag, option in options
+        if option.get() not in (option.default, "greedy")  # which the built-in drafts, too
     ]
-    return [f"it lacks {name}, which was requested" for name in named]
 
 
 def builtin_refusal(server_args: Any) -> str | None:
@@ -149,9 +147,8 @@ def builtin_refusal(server_args: Any) -> str | None:
     was_disabled, speculative_hook.logger.disabled = speculative_hook.logger.disabled, True
     try:
         speculative_hook._handle_dflash(trial)
-        config = read_config(
-            server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
-        )
+        draft = server_args.speculative_draft_model_path, server_args.speculative_draft_model_revision
+        config = read_config(*draft)
         if config is not None and not is_speculators_config(config):
             parse_dflash_draft_config(draft_hf_config=config)
     except (ValueError, TypeError) as error:

@@ -41,12 +41,11 @@ class _SetOption(argparse.Action):
         getattr(DFlashOptions, self.dest).set(values)
 
 
-class _TurnOn(
-    argparse._StoreTrueAction
-):  # the class by which SGLang's config files know a flag without value
+class _TurnOn(argparse._StoreTrueAction):
     """Set an option to 1.
 
-    `dest` stays the flag's own name, by which SGLang 0.5.22 finds the flag of a config file.
+    By the base class SGLang's config files know a flag without a value, and 0.5.22 finds it by the flag's own
+    name as `dest`.
     """
 
     def __init__(self, *args, option: str, **kwargs):
@@ -164,33 +163,11 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
     settings = AdaptiveSettings.read(config)
     if DFlashOptions.PLAIN_CYCLE.get() or (DFlashOptions.NO_ADAPTIVE.get() and not is_requested):
         return
-    impossible = _first(
-        (is_recurrent and args.enable_linear_replayssm_spec, "not supported with ReplaySSM"),
-        (
-            args.attn_dp_size > 1,
-            "not supported with DP attention, where each rank would choose its own width",
-        ),
-        (
-            bool(args.enable_lora or args.lora_paths) and args.device != "cpu",
-            "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width",
-        ),
-        (
-            simulates_acceptance(),
-            "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths",
-        ),
-    )
-    if impossible and is_requested:
-        logger.warning("DFLASH verifies whole blocks: --speculative-adaptive is %s.", impossible)
+    reason = _reason_against_adaptive(args, is_recurrent)
+    if reason is not None and is_requested:
+        logger.warning("DFLASH verifies whole blocks: --speculative-adaptive is %s.", reason)
         return
-    off_by_default = _first(
-        (
-            args.device != "cpu",
-            "off by default on a GPU until it has been measured on one (--speculative-adaptive)",
-        ),
-        (block_size == 1, "pointless with a block of 1"),
-        (args.disaggregation_mode == "prefill", "pointless on a server that only prefills"),
-    )
-    if not is_requested and (reason := impossible or off_by_default):
+    if not is_requested and (reason := reason or _reason_against_default(args, block_size)):
         logger.info("DFLASH verifies whole blocks: adaptive width is %s.", reason)
         return
     settings.to_environment()
@@ -201,8 +178,28 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
     )
 
 
-def _first(*reasons: tuple[bool, str]) -> str | None:
-    return next((reason for applies, reason in reasons if applies), None)
+def _reason_against_adaptive(args: Any, is_recurrent: bool) -> str | None:
+    """Say why adaptive width is impossible, if it is."""
+    if is_recurrent and args.enable_linear_replayssm_spec:
+        return "not supported with ReplaySSM"
+    if args.attn_dp_size > 1:
+        return "not supported with DP attention, where each rank would choose its own width"
+    if (args.enable_lora or args.lora_paths) and args.device != "cpu":
+        return "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width"
+    if simulates_acceptance():
+        return "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths"
+    return None
+
+
+def _reason_against_default(args: Any, block_size: int) -> str | None:
+    """Say why adaptive width is off unless it is requested, if it is."""
+    if args.device != "cpu":
+        return "off by default on a GPU until it has been measured on one (--speculative-adaptive)"
+    if block_size == 1:
+        return "pointless with a block of 1"
+    if args.disaggregation_mode == "prefill":
+        return "pointless on a server that only prefills"
+    return None
 
 
 def simulates_acceptance() -> bool:
@@ -216,16 +213,13 @@ def resolve_plain_cycle(args: Any) -> dict[str, Any]:
     """
     if not DFlashOptions.PLAIN_CYCLE.get():
         return {}
-    off = [
-        *_OFF_IN_PLAIN_CYCLE,
-        *(part for part, option in _EXTRA.items() if option.requested() != option.default),
-    ]
+    off = [part for part, option in _EXTRA.items() if option.requested() != option.default]
     replays_states = args.enable_linear_replayssm_spec
     if replays_states:
         off.append("ReplaySSM (--enable-linear-replayssm-spec)")
     logger.warning(
         "DFLASH verifies whole blocks with SGLang's own plans and replays (%s=1). Off: %s.",
         DFlashOptions.PLAIN_CYCLE.variable,
-        ", ".join(off),
+        ", ".join((*_OFF_IN_PLAIN_CYCLE, *off)),
     )
     return {"enable_linear_replayssm_spec": False} if replays_states else {}

@@ -11,7 +11,6 @@ import os
 from typing import Any, NamedTuple
 
 from sglang_dflash.srt.arg_groups import draft_files
-from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
     resolve_adaptive,
@@ -87,9 +86,8 @@ def _check_draft_is_there(path: str | None) -> None:
     if path is None:
         raise ValueError("DFLASH needs a draft: give --speculative-draft-model-path.")
     # `dir/name` may be a hub id; it is a path if there is such a directory here.
-    looks_local = (
-        path.startswith((".", "~", "/")) or path.count("/") != 1 or os.path.isdir(path.split("/")[0])
-    )
+    may_be_hub_id = path.count("/") == 1 and not path.startswith((".", "~", "/"))
+    looks_local = not may_be_hub_id or os.path.isdir(path.split("/")[0])
     if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
         raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
 
@@ -144,13 +142,13 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
             args.page_size,
         )
         adjusted["enable_mixed_chunk"] = False
-    apply_draft_quantization(args)
+    draft_files.apply_draft_quantization(args)
     adjusted |= resolve_plain_cycle(args)
     declare_resolution(
         server_args,
         SOURCE,
         # SGLang sizes KV reservations from steps and topk for every algorithm; a chain is 1 and 1.
-        dtype=_target_dtype(args.dtype, target_config),
+        dtype=_dtype_of_target(args.dtype, target_config),
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
@@ -214,12 +212,8 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -
     find_mask_token(draft, tokenizer, args.speculative_draft_model_path, target_tokens)
 
 
-def _target_dtype(given: str, target_text_config: Any) -> str:
-    """Return the target's dtype for `--dtype`, which may be auto.
-
-    The draft reads the target's hidden states and must have the target's dtype. SGLang would look into the
-    draft's config.
-    """
+def _dtype_of_target(given: str, target_text_config: Any) -> str:
+    """Return the target's dtype for `--dtype`, maybe auto; the draft has to have it too."""
     from sglang.srt.configs.model_config import _get_and_verify_dtype
 
     if given != "auto":
@@ -246,14 +240,13 @@ def check_copy_ahead(block_size: int) -> None:
     """Raise ValueError if copies are requested and cannot work."""
     if not DFlashOptions.COPY_AHEAD.get():
         return
+    problem = None
     if block_size == 1:
-        raise ValueError(
-            "--speculative-copy-ahead has no place to copy to: a block of 1 is the anchor alone."
-        )
-    if simulates_acceptance():
-        raise ValueError(
-            "--speculative-copy-ahead would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN."
-        )
+        problem = "has no place to copy to: a block of 1 is the anchor alone"
+    elif simulates_acceptance():
+        problem = "would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN"
+    if problem is not None:
+        raise ValueError(f"--speculative-copy-ahead {problem}.")
 
 
 def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
@@ -273,6 +266,8 @@ def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
 
 def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) -> dict[str, Any]:
     """Return the fields without which a state would be wrong, or could not be verified."""
+    from sglang_dflash.srt.compat import mixed_batches_cache_states
+
     adjusted: dict[str, Any] = {}
     can_replay = args.device != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
     if args.enable_linear_replayssm_spec and not can_replay:
@@ -290,7 +285,13 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
         adjusted["disaggregation_decode_retraction_backup"] = "none"
     if args.disable_radix_cache:
         return adjusted
-    if args.enable_mixed_chunk and (where := _mixed_batches_spoil_states(args.page_size or 1)):
+    where = ""
+    if (args.page_size or 1) > 1:
+        # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
+        where = f"with --page-size {args.page_size}"
+    elif not mixed_batches_cache_states():
+        where = "on this SGLang"
+    if args.enable_mixed_chunk and where:
         logger.warning(
             "DFLASH turns --enable-mixed-chunk off: %s it spoils the prefix cache of a target with recurrent "
             "states, even without a draft (--disable-radix-cache keeps it).",
@@ -309,13 +310,3 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
             block_size,
         )
     return adjusted
-
-
-def _mixed_batches_spoil_states(page_size: int) -> str:
-    """Return where mixed batches put wrong states into the prefix cache, or an empty text."""
-    from sglang_dflash.srt.compat import mixed_batches_cache_states
-
-    if page_size > 1:
-        # SGLang then cuts prompts inside a page, and files the state there under the page's beginning.
-        return f"with --page-size {page_size}"
-    return "" if mixed_batches_cache_states() else "on this SGLang"

@@ -4,12 +4,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_files import flag_problem
 from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, is_dflash_draft
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.configs.fields import is_int
-from sglang_dflash.srt.configs.quantization import find_quantization, read_quantization
 from sglang_dflash.srt.configs.unsupported import (
     COUNT_WINDOW_FROM_ANCHOR,
     COUNT_WINDOW_FROM_QUERY,
@@ -100,12 +98,9 @@ def dp_attention_findings(args: Any) -> list[Unsupported]:
         return []
     with_dp = "with DP attention (--enable-dp-attention)"
     if not args.enable_dp_lm_head:
-        return [
-            Unsupported(
-                "DP attention (--enable-dp-attention), which needs --enable-dp-lm-head here, "
-                "as the draft borrows a head that is otherwise split over ranks with other requests"
-            )
-        ]
+        why = "the draft borrows a head that is otherwise split over ranks with other requests"
+        needed = "which needs --enable-dp-lm-head here"
+        return [Unsupported(f"DP attention (--enable-dp-attention), {needed}, as {why}")]
     rules = (
         (args.enable_mixed_chunk, "--enable-mixed-chunk", "", True),
         (args.disaggregation_mode != "null", "--disaggregation-mode", "", True),
@@ -144,13 +139,9 @@ def target_attention_findings(device: str, verify_backend: str, is_chosen: bool)
     if device == "cpu" or verify_backend in TARGET_ATTENTION_BACKENDS:
         return []
     by = "" if is_chosen else ", SGLang's choice for this model and GPU"
-    return [
-        Unsupported(
-            f"verification on the target's attention backend {verify_backend!r}{by} "
-            f"(--attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)})",
-            True,
-        )
-    ]
+    served = f"(--attention-backend {'|'.join(TARGET_ATTENTION_BACKENDS)})"
+    what = f"verification on the target's attention backend {verify_backend!r}{by} {served}"
+    return [Unsupported(what, True)]
 
 
 def draft_findings(args: Any) -> list[Unsupported]:
@@ -159,23 +150,18 @@ def draft_findings(args: Any) -> list[Unsupported]:
     config = read_config(checkpoint, revision)
     if config is None:
         return []
-    found = checkpoint_findings(config, checkpoint, revision)
+    is_flag_given = args._speculative_draft_quantization_explicitly_set
+    named = args.speculative_draft_model_quantization if is_flag_given else None
+    found = checkpoint_findings(config, checkpoint, revision, named)
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(Unsupported(problem))
-    try:
-        quantization = read_quantization(find_quantization(config, checkpoint, revision))
-    except ValueError:
-        return found  # the error is among them
-    if problem := flag_problem(args, quantization):
-        # The built-in follows a flag that contradicts the file, and then drafts noise.
-        found.append(Unsupported(problem, quantization is None and is_dflash_draft(config)))
     return found
 
 
 def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:
     """Return why these layers' heads cannot be split over the ranks that share requests."""
     ranks = args.tp_size // args.attn_dp_size
-    heads, kv_heads = (layers.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+    heads, kv_heads = layers.get("num_attention_heads"), layers.get("num_key_value_heads")
     if not (is_int(heads) and is_int(kv_heads) and heads > 0 and kv_heads > 0):
         return None
     if heads % ranks == 0 and max(kv_heads, ranks) % min(kv_heads, ranks) == 0:
@@ -200,20 +186,14 @@ def choose_draft_attention(
     """Choose the draft's attention backend, which must run the draft as it was trained.
 
     The requested backend is preferred, then the target's prefill backend, then the order of
-    DRAFT_ATTENTION_BACKENDS. If the requested backend does not suit, a warning names the one that runs.
-
-    Raises:
-        ValueError: No backend suits the draft.
+    DRAFT_ATTENTION_BACKENDS. If the requested backend does not suit, a warning names the one that runs. Some
+    backend suits: `draft_attention_findings` has found nothing.
     """
     suited, unsuited = suited_backends(args, draft, target_text_config)
     requested = args.speculative_draft_attention_backend
     backend = requested or target_backend
     if backend in suited:
         return backend
-    if not suited:
-        raise ValueError(
-            f"DFLASH's draft can run on no attention backend: {'; '.join(sorted(set(unsuited.values())))}."
-        )
     logger.log(
         logging.WARNING if requested else logging.INFO,
         "DFLASH: the draft runs on attention backend %s, not on %s %s: %s.",
@@ -239,9 +219,7 @@ def suited_backends(
             reason = "it counts sliding windows from the start of a block, this draft from the query"
             unsuited |= dict.fromkeys(COUNT_WINDOW_FROM_ANCHOR, reason)
     if draft.shifts_request_table and (args.page_size or 1) > 1:
-        reason = (
-            f"it reads whole pages (--page-size {args.page_size}), and {draft.kind}'s table is the target's "
-            "shifted by one slot"
-        )
+        pages = f"it reads whole pages (--page-size {args.page_size})"
+        reason = f"{pages}, and {draft.kind}'s table is the target's shifted by one slot"
         unsuited |= dict.fromkeys(PAGED_BACKENDS, reason)
     return [backend for backend in DRAFT_ATTENTION_BACKENDS if backend not in unsuited], unsuited

@@ -103,12 +103,6 @@ class Stored:
         return f"{self.file}: " if self.file else ""
 
 
-def stored_tensors(path: str) -> Iterator[tuple[str, Stored]]:
-    """Yield the tensors of a file by name. Raises ValueError, in one line, if it has none."""
-    file = os.path.basename(path)
-    yield from _safetensors(path, file) if file.endswith(_KINDS[0]) else _pickled(path, file)
-
-
 def _safetensors(path: str, file: str) -> Iterator[tuple[str, Stored]]:
     from safetensors import SafetensorError, safe_open
 
@@ -161,14 +155,12 @@ def tensors_of(checkpoint: str) -> Iterator[tuple[str, Stored]]:
     """Yield a local checkpoint's tensors. Raises ValueError, in one line, if SGLang cannot."""
     folder = os.path.expanduser(checkpoint)
     for file in weight_files(folder):
-        yield from stored_tensors(os.path.join(folder, file))
+        read = _safetensors if file.endswith(_KINDS[0]) else _pickled
+        yield from read(os.path.join(folder, file), file)
 
 
 def tensor_shapes(checkpoint: str) -> dict[str, tuple[int, ...]] | None:
-    """Return shapes by name without `model.`, or None.
-
-    `check_draft_tensors` reports why they cannot be read.
-    """
+    """Return shapes by name without `model.`; None if they cannot be read."""
     try:
         return {name.removeprefix("model."): stored.shape for name, stored in tensors_of(checkpoint)}
     except (ValueError, OSError):
@@ -186,24 +178,17 @@ class MaskEmbedding:
 def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmbedding | None:
     """Read `mask_embedding.pt` of a folder or hub id; raise DraftConfigError if unusable."""
     import torch
-    from transformers.utils import cached_file
 
-    path = cached_file(
-        checkpoint,
-        MASK_EMBEDDING_FILE,
-        revision=revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    path = find_file(checkpoint, revision, MASK_EMBEDDING_FILE)
     if path is None:
         return None
     loaded = torch.load(path, map_location="cpu", weights_only=True)
     saved = loaded if isinstance(loaded, dict) else {}
+    problem = None
     if not isinstance(saved.get("embedding"), torch.Tensor) or "mask_token_id" not in saved:
-        problem = f"{MASK_EMBEDDING_FILE} does not hold an embedding and its mask_token_id"
-        raise DraftConfigError(checkpoint, [problem])
-    if saved.get("per_position"):
-        problem = f"{MASK_EMBEDDING_FILE} has an embedding per position, which is not supported"
-        raise DraftConfigError(checkpoint, [problem])
+        problem = "does not hold an embedding and its mask_token_id"
+    elif saved.get("per_position"):
+        problem = "has an embedding per position, which is not supported"
+    if problem is not None:
+        raise DraftConfigError(checkpoint, [f"{MASK_EMBEDDING_FILE} {problem}"])
     return MaskEmbedding(int(saved["mask_token_id"]), saved["embedding"].flatten())

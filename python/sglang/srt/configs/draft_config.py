@@ -28,13 +28,8 @@ FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 # Read from `dflash_config` alone: a config copied from the target has the target's at the top level.
 _NESTED_ONLY = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-
 # Fields of `dflash_config` that are read along with others.
 _READ_BESIDE = ("causal", "use_swa", "swa_window_size")
-
-# What SGLang's own DFLASH assumes if a checkpoint does not say.
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_MASK_TOKEN = "<|MASK|>"
 
 # Validators of one field. They see the fields above it in the class, as far as those are valid.
 _DERIVED: Any = None  # the default of a field that its validator derives from others
@@ -93,9 +88,10 @@ def _causal_unless_denied(value: bool, info: ValidationInfo) -> bool:
 def _check_speculative_tokens(value: Any, validate: Any, info: ValidationInfo) -> int:
     block_size = info.data.get("block_size", _UNKNOWN)
     num_rows = block_size if info.data.get("sample_from_anchor") else block_size - 1
-    if value is not None and (value := validate(value)) > num_rows:
-        raise ValueError(f"is {value}, but a block of {block_size} drafts {num_rows}")
-    return num_rows if value is None else value
+    tokens = num_rows if value is None else validate(value)
+    if tokens > num_rows:
+        raise ValueError(f"is {tokens}, but a block_size of {block_size} drafts {num_rows}")
+    return tokens
 
 
 LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Field(strict=False)]
@@ -144,9 +140,9 @@ class DFlashDraftConfig(StrictModel):
     hidden_size: Positive
     num_hidden_layers: NumLayers
     vocab_size: Positive
-    block_size: Positive = DEFAULT_BLOCK_SIZE
+    block_size: Positive = 16
     draft_vocab_size: Annotated[Positive, WrapValidator(_check_vocabulary)] = _DERIVED
-    mask_token: Annotated[str, Field(min_length=1)] | None = DEFAULT_MASK_TOKEN
+    mask_token: Annotated[str, Field(min_length=1)] | None = "<|MASK|>"
     mask_token_id: Annotated[int | None, AfterValidator(_check_mask_token)] = None
     num_target_layers: NumLayers | None = None
     target_layer_ids: Annotated[LayerIds, WrapValidator(_check_target_layers)] = _DERIVED
@@ -212,39 +208,31 @@ class DFlashDraftConfig(StrictModel):
         values = {key: get(key) for key in cls._keys()}
         if values["is_causal"] is None:
             values["is_causal"] = get("causal")
-        cls._read_use_swa(nested, values)
+        depth = values["num_hidden_layers"]
         if not names_sliding_layers(values["layer_types"]):
-            values["sliding_window"] = None
+            if nested.get("use_swa") and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
+                # All layers slide, and are causal only if the checkpoint says so.
+                values["layer_types"] = (SLIDING_ATTENTION,) * depth
+                if nested.get("swa_window_size") is not None:
+                    values["sliding_window"] = nested["swa_window_size"]
+                if values["is_causal"] is None:
+                    values["sliding_is_causal"] = False
+            else:
+                values["sliding_window"] = None
         given = {key: value for key, value in values.items() if value is not None}
         return given if "mask_token_id" not in given else {**given, "mask_token": None}
 
-    @staticmethod
-    def _read_use_swa(nested: Mapping[str, Any], values: dict[str, Any]) -> None:
-        """Read `dflash_config.use_swa`, which makes all layers sliding unless some are named so.
-
-        These layers are causal only if the checkpoint says so.
-        """
-        depth = values["num_hidden_layers"]
-        if names_sliding_layers(values["layer_types"]):
-            return
-        if nested.get("use_swa") and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
-            values["layer_types"] = (SLIDING_ATTENTION,) * depth
-            if (window := nested.get("swa_window_size")) is not None:
-                values["sliding_window"] = window
-            if values["is_causal"] is None:
-                values["sliding_is_causal"] = False
-
     def assumed(self) -> list[str]:
         """Say which values the checkpoint does not give and SGLang's defaults replace."""
-        found = []
-        if "block_size" not in self.model_fields_set:
-            found.append(f"block_size is missing, {self.block_size} is assumed")
-        if "target_layer_ids" not in self.model_fields_set:
-            ids = list(self.target_layer_ids)
-            found.append(f"dflash_config.target_layer_ids is missing, {ids} are assumed")
-        if self.mask_token_id is None and "mask_token" not in self.model_fields_set:
-            found.append(f"dflash_config.mask_token_id is missing, {self.mask_token} is assumed")
-        return found
+        given = self.model_fields_set
+        defaults = (
+            ("block_size" in given, "block_size", self.block_size),
+            ("target_layer_ids" in given, "dflash_config.target_layer_ids", list(self.target_layer_ids)),
+            (bool({"mask_token_id", "mask_token"} & given), "dflash_config.mask_token_id", self.mask_token),
+        )
+        return [
+            f"{name} is missing, {value} is assumed" for is_given, name, value in defaults if not is_given
+        ]
 
     @property
     def aux_width(self) -> int:

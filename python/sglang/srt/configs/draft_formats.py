@@ -5,13 +5,14 @@ NeMo AutoModel publish them. What makes one of those a P-EAGLE draft is the tens
 token in its config. Sources: AWS's reader for Neuron (gpt-oss), NeMo AutoModel's `LlamaEagle3DraftModel`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, names_sliding_layers
 from sglang_dflash.srt.configs.draft_kinds import (
     PEAGLE_ARCHITECTURE,
+    PEAGLE_NORMS,
     check_architectures,
     config_class,
     default_layer_inputs,
@@ -19,12 +20,18 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.fields import (
     DraftConfigError,
     LayerFields,
+    as_object,
     first_name,
     is_int,
     shown,
     validated,
 )
-from sglang_dflash.srt.configs.quantization import OtherMethodError, find_quantization, read_quantization
+from sglang_dflash.srt.configs.quantization import (
+    OtherMethodError,
+    find_quantization,
+    flag_problem,
+    read_quantization,
+)
 from sglang_dflash.srt.configs.speculators_format import (
     flat_draft,
     is_speculators_config,
@@ -42,7 +49,6 @@ FLAT_PEAGLE_ARCHITECTURES = (
     "PeagleQwen3ForCausalLM",
     "PEagleDraftModel",
 )
-MASK_TENSOR = "mask_hidden"
 DEFAULT_DEPTH = 7  # drafted tokens a step, if the config does not say
 
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
@@ -79,32 +85,31 @@ def flat_config(
 
 
 def checkpoint_findings(
-    config: Mapping[str, Any], checkpoint: str, revision: str | None = None
+    config: Mapping[str, Any],
+    checkpoint: str,
+    revision: str | None = None,
+    quantization_flag: str | None = None,
 ) -> list[Unsupported]:
-    """List what ours does not serve of a checkpoint. Flags and devices may add reasons.
+    """List what ours does not serve of a checkpoint. Other flags and devices may add reasons.
 
     Faults that make a config invalid are left to the class that reads it, but for those of a quantization:
-    the built-in would load such a file, and draft noise.
+    the built-in would load such a file, or follow a flag that contradicts it, and draft noise.
     """
-    builtin_reads = is_dflash_draft(config)
     architectures = config.get("architectures")
-    served = (config_class(architectures) or DFlashDraftConfig).nested_fields()
-    found = draft_findings(config, served) if builtin_reads else []
+    kind = config_class(architectures)
+    is_known = kind is not None or first_name(architectures) in BUILTIN_ARCHITECTURES
+    builtin_reads = is_known and not is_speculators_config(config)  # it is in z-lab's format
+    found = draft_findings(config, (kind or DFlashDraftConfig).nested_fields()) if builtin_reads else []
     try:
-        read_quantization(find_quantization(config, checkpoint, revision))
+        quantization = read_quantization(find_quantization(config, checkpoint, revision))
+    except OtherMethodError as error:
+        found.append(Unsupported(str(error), builtin_reads))
     except ValueError as error:
-        is_other = isinstance(error, OtherMethodError)
-        where = "" if is_other else "quantization_config: "
-        found.append(Unsupported(where + str(error).rstrip("."), builtin_reads and is_other))
+        found.append(Unsupported(f"quantization_config: {str(error).rstrip('.')}"))
+    else:
+        if problem := flag_problem(quantization_flag, quantization):
+            found.append(Unsupported(problem, quantization is None and builtin_reads))
     return found
-
-
-def is_dflash_draft(config: Mapping[str, Any]) -> bool:
-    """Return True for a draft in z-lab's format, which the built-in may read as well."""
-    architectures = config.get("architectures")
-    if is_speculators_config(config):
-        return False
-    return config_class(architectures) is not None or first_name(architectures) in BUILTIN_ARCHITECTURES
 
 
 def is_flat_peagle(config: Mapping[str, Any], checkpoint: str) -> bool:
@@ -113,16 +118,10 @@ def is_flat_peagle(config: Mapping[str, Any], checkpoint: str) -> bool:
         return False
     if "speculators_model_type" in config or "transformer_layer_config" in config:
         return False
-    says_so = config.get("parallel_drafting") is True or any(
-        config.get(name) is not None for name in _MASK_TOKENS
-    )
-    tensors = tensor_shapes(checkpoint) if says_so else None
-    return says_so and (tensors is None or MASK_TENSOR in tensors)
-
-
-def names_its_layers(config: Mapping[str, Any]) -> bool:
-    """Return True if the config says which target layers the draft reads."""
-    return _layer_inputs(config) is not None
+    if config.get("parallel_drafting") is not True and _first_given(_MASK_TOKENS, config) is None:
+        return False
+    tensors = tensor_shapes(checkpoint)
+    return tensors is None or "mask_hidden" in tensors
 
 
 def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: int | None) -> dict[str, Any]:
@@ -135,38 +134,26 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
         DraftConfigError: the config has faults. The message names all of them.
     """
     problems: list[str] = []
-    nested = config.get("eagle_config")
-    eagle = nested if isinstance(nested, dict) else {}
-    inputs = _layer_inputs(config)
-    if inputs is None and target_layers is None:
-        problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
-    elif inputs is None and target_layers is not None:
+    eagle = as_object(config.get("eagle_config"))
+    inputs = layer_inputs(config)
+    if inputs is None and target_layers is not None:
         inputs = default_layer_inputs(target_layers)
+    if inputs is None:
+        problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
     elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
         problems.append(f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {shown(inputs)}")
-        inputs = []
     for name, neutral in (("mlp_bias", (None, False)), ("logit_scale", (None, 1, 1.0))):
         if config.get(name) not in neutral:
             problems.append(f"{name} is {shown(config[name])}, which is not supported")
-    if config.get("target_hidden_size") not in (None, config.get("hidden_size")):
-        problems.append(
-            f"target_hidden_size is {shown(config['target_hidden_size'])}, but hidden_size is "
-            f"{shown(config.get('hidden_size'))}"
-        )
-    depth = next((config[name] for name in _DEPTHS if config.get(name) is not None), DEFAULT_DEPTH)
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if (width := config.get("target_hidden_size")) not in (None, hidden):
+        problems.append(f"target_hidden_size is {shown(width)}, but hidden_size is {shown(hidden)}")
+    depth = _first_given(_DEPTHS, config, default=DEFAULT_DEPTH)
     if not is_int(depth) or depth < 1:
         problems.append(f"num_depths must be a positive integer, got {shown(depth)}")
-        depth = DEFAULT_DEPTH
     mask = _mask_token(config, problems)
     if problems:
         raise DraftConfigError(checkpoint, problems)
-
-    def option(name: str) -> Any:
-        value = eagle.get(name, config.get(name))
-        return False if value is None else value
-
-    vocabulary = config.get("draft_vocab_size") or config.get("vocab_size")
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     # Llama's defaults, as the fields of Qwen3 have others.
     sizes = {"num_key_value_heads": heads}
     if is_int(heads) and is_int(hidden) and heads > 0:
@@ -176,29 +163,27 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
         PEAGLE_ARCHITECTURE,
         depth + 1,
         mask_token_id=mask,
-        draft_vocab_size=vocabulary,
+        draft_vocab_size=config.get("draft_vocab_size") or config.get("vocab_size"),
         speculative_tokens=depth,
-        target_layer_ids=speculators_ids_to_layer_outputs(inputs or ()),
-        norm_before_residual=option("norm_before_residual"),
-        norm_before_fc=option("norm_before_fc"),
-        fc_norm=option("fc_norm"),
+        target_layer_ids=speculators_ids_to_layer_outputs(inputs),
+        **{name: _first_given((name,), eagle, config, default=False) for name in PEAGLE_NORMS},
         # `model_type` says nothing: the config is a copy of the target's.
         qk_norm=any(name.endswith(".q_norm.weight") for name in tensor_shapes(checkpoint) or ()),
     )
 
 
-def _layer_inputs(config: Mapping[str, Any]) -> Any:
-    nested = config.get("eagle_config")
-    places = (config, nested) if isinstance(nested, dict) else (config,)
-    found = (place.get(name) for place in places for name in _LAYER_INPUTS)
-    return next((value for value in found if value is not None), None)
+def layer_inputs(config: Mapping[str, Any]) -> Any:
+    """Return the layers whose inputs a P-EAGLE draft reads; None if it names none."""
+    return _first_given(_LAYER_INPUTS, config, as_object(config.get("eagle_config")))
+
+
+def _first_given(names: Sequence[str], *places: Mapping[str, Any], default: Any = None) -> Any:
+    return next((place[name] for place in places for name in names if place.get(name) is not None), default)
 
 
 def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
-    nested = config.get("dflash_config")
-    places = [("dflash_config.", nested)] if isinstance(nested, dict) else []
     found: dict[str, int] = {}
-    for where, fields in (*places, ("", config)):
+    for where, fields in (("dflash_config.", as_object(config.get("dflash_config"))), ("", config)):
         for name in _MASK_TOKENS:
             value: Any = fields.get(name)
             value = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value

@@ -49,10 +49,11 @@ def _check_selector(value: int, info: ValidationInfo) -> int:
 
 
 def _check_selected_vocabulary(value: int | None, info: ValidationInfo) -> int | None:
-    vocab_size = info.data.get("vocab_size")
-    if value is not None and vocab_size is not None and value > vocab_size:
-        raise ValueError(f"is {value}, of a vocabulary of {vocab_size} tokens")
-    if value is not None and value < info.data.get("selector_top_k", 0):
+    if value is None:
+        return value
+    if value > info.data.get("vocab_size", value):
+        raise ValueError(f"is {value}, of a vocabulary of {info.data['vocab_size']} tokens")
+    if value < info.data.get("selector_top_k", value):
         raise ValueError(f"is {value}, fewer than the {info.data['selector_top_k']} candidates of a slot")
     return value
 
@@ -100,6 +101,7 @@ class DFlash2DraftConfig(DFlashDraftConfig):
 
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
+PEAGLE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # options of the format
 
 
 def default_layer_inputs(depth: int) -> list[int]:
@@ -196,9 +198,8 @@ def check_architectures(architectures: Any, checkpoint: str) -> type[DFlashDraft
     """Return the class of a config. Raises ValueError if the names are not a draft's."""
     names = architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DraftConfigError(
-            checkpoint, [f"architectures must be a list of names, got {shown(architectures)}"]
-        )
+        problem = f"architectures must be a list of names, got {shown(architectures)}"
+        raise DraftConfigError(checkpoint, [problem])
     found = config_class(names)
     if found is None:
         raise ValueError(
@@ -237,7 +238,6 @@ def check_draft_fits_target(
 ) -> None:
     """Raise DraftConfigError unless the draft can read this target's states.
 
-    `load_and_check_configs` calls it in the launcher, before any weights are loaded, and the doctor does.
     `architectures` are the target's.
     """
     problems = []
@@ -278,13 +278,13 @@ def find_mask_token(
     rows = target_tokens or draft.vocab_size
     name = f"dflash_config.mask_token {draft.mask_token!r}"
     if tokenizer is None:
-        raise DraftConfigError(
-            checkpoint, [f"{name}: there is no tokenizer to look it up in, give mask_token_id"]
-        )
+        problem = f"{name}: there is no tokenizer to look it up in, give mask_token_id"
+        raise DraftConfigError(checkpoint, [problem])
     found = tokenizer.get_vocab().get(draft.mask_token, len(tokenizer))
     if found >= rows:
         full = f"its embedding of {rows} rows has none to spare"
-        raise DraftConfigError(checkpoint, [f"{name} is not in the target's tokenizer, and {full}"])
+        problem = f"{name} is not in the target's tokenizer, and {full}"
+        raise DraftConfigError(checkpoint, [problem])
     return found
 
 

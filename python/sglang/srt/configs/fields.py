@@ -50,6 +50,15 @@ class StrictModel(BaseModel):
 
 
 Model = TypeVar("Model", bound=StrictModel)
+Shapes = dict[str, tuple[int, ...]]
+
+MAX_SIZE = 2**24  # far beyond any model's width or length; keeps a garbled config from being allocated for
+
+Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]  # zero is none
+Above0 = Annotated[float, Field(gt=0, lt=2**63)]
+From0 = Annotated[float, Field(ge=0, lt=2**63)]  # zero is none
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_yarn"]
 
 
 def shown(value: Any) -> str:
@@ -87,20 +96,14 @@ def validated(model: type[Model], values: Any, checkpoint: str) -> Model:
         raise DraftConfigError(checkpoint, problems_of(error)) from error
 
 
-MAX_SIZE = 2**24  # far beyond any model's width or length; keeps a garbled config from being allocated for
-
-Shapes = dict[str, tuple[int, ...]]
-
-Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-Count = Annotated[int, Field(ge=0, le=MAX_SIZE)]  # zero is none
-Above0 = Annotated[float, Field(gt=0, lt=2**63)]
-From0 = Annotated[float, Field(ge=0, lt=2**63)]  # zero is none
-RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_yarn"]
-
-
 def is_int(value: Any) -> TypeGuard[int]:
     """Return True for an integer of JSON, which its booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_object(value: Any) -> Mapping[str, Any]:
+    """Return an object of JSON; an empty one for any other value."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def first_name(architectures: Any) -> str | None:
@@ -205,12 +208,6 @@ def _check_kv_heads(value: int | None, info: ValidationInfo) -> int | None:
     return value
 
 
-def _check_head_dim(value: int | None) -> int | None:
-    if value is not None and value % 2:
-        raise ValueError(f"is {value}: RoPE turns pairs")
-    return value
-
-
 class LayerFields(StrictModel):
     """Fields of a draft's layers.
 
@@ -223,7 +220,7 @@ class LayerFields(StrictModel):
     num_attention_heads: Size
     num_key_value_heads: Annotated[Size | None, AfterValidator(_check_kv_heads)]
     vocab_size: Size
-    head_dim: Annotated[Size | None, AfterValidator(_check_head_dim)] = None
+    head_dim: Annotated[Size, Field(multiple_of=2)] | None = None  # RoPE turns pairs
     max_position_embeddings: Size | None = None
     sliding_window: Count | None = None
     max_window_layers: Count | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS, find_file, read_object
-from sglang_dflash.srt.configs.fields import DraftConfigError, shown
+from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, shown
 
 MODELOPT_FILE = "hf_quant_config.json"
 # The attribute of a draft's config, in SGLang's hands, that holds the raw object.
@@ -160,6 +160,36 @@ class DraftQuantization:
 
 
 ALL_LINEAR = (re.compile(""),)
+_COMPRESSED_TENSORS = ("compressed-tensors", "compressed_tensors")  # names of the method
+# The library's format, number of bits and type -> layout
+_COMPRESSED_LAYOUTS: dict[Any, Layout] = {
+    ("pack-quantized", 4, "int"): "packed",
+    ("pack-quantized", 8, "int"): "packed",
+    ("int-quantized", 8, "int"): "int8",
+    ("naive-quantized", 8, "int"): "int8",
+    ("float-quantized", 8, "float"): "fp8",
+    ("naive-quantized", 8, "float"): "fp8",
+    ("nvfp4-pack-quantized", 4, "float"): "nvfp4",
+    ("mxfp4-pack-quantized", 4, "float"): "mxfp4",
+}
+
+
+def flag_problem(named: str | None, quantization: DraftQuantization | None) -> str | None:
+    """Say how `--speculative-draft-model-quantization` contradicts the file.
+
+    Args:
+        named: the flag's value. None: not given, or "unquant", which fits every file.
+        quantization: the file's; None if it is dense.
+    """
+    flag = f"--speculative-draft-model-quantization {named}"
+    if named is None:
+        return None
+    if quantization is None:
+        return f"{flag} is not served for a draft that is not quantized: leave it out."
+    if named not in (PACKED, *quantization.names):
+        method = f"the draft is quantized by {quantization.method}"
+        return f"{flag}: {method}. Leave the flag out, or give {PACKED}."
+    return None
 
 
 def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str | None = None) -> Any:
@@ -196,7 +226,7 @@ def read_quantization(raw: Any) -> DraftQuantization | None:
     if isinstance(inner, dict):  # hf_quant_config.json
         raw = {"quant_method": "modelopt", **inner}
     method = raw.get("quant_method") or ("modelopt" if raw.get("quant_algo") else None)
-    if method in ("compressed-tensors", "compressed_tensors"):
+    if method in _COMPRESSED_TENSORS:
         return _read_compressed_tensors(raw)
     if isinstance(method, str) and method.startswith("modelopt"):
         return _read_modelopt(raw)
@@ -223,9 +253,8 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
         except ValueError as error:
             raise ValueError(f"config_groups.{name} {error}") from error
         found.append(Group(_patterns(group.get("targets"), f"config_groups.{name}.targets"), scheme))
-    names = ("compressed-tensors", "compressed_tensors")
     ignore = _patterns(raw.get("ignore"), "ignore")
-    return DraftQuantization("compressed-tensors", names, tuple(found), ignore)
+    return DraftQuantization("compressed-tensors", _COMPRESSED_TENSORS, tuple(found), ignore)
 
 
 def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
@@ -237,18 +266,8 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     bits, kind, strategy, group = fields
     if strategy is None:
         strategy = "group" if group else "tensor"
-    known: dict[Any, str] = {
-        ("pack-quantized", 4, "int"): "packed",
-        ("pack-quantized", 8, "int"): "packed",
-        ("int-quantized", 8, "int"): "int8",
-        ("naive-quantized", 8, "int"): "int8",
-        ("float-quantized", 8, "float"): "fp8",
-        ("naive-quantized", 8, "float"): "fp8",
-        ("nvfp4-pack-quantized", 4, "float"): "nvfp4",
-        ("mxfp4-pack-quantized", 4, "float"): "mxfp4",
-    }
-    is_named = isinstance(layout, str) and isinstance(kind, str) and type(bits) is int
-    found: Any = known.get((layout, bits, kind)) if is_named else None
+    is_named = isinstance(layout, str) and isinstance(kind, str) and is_int(bits)
+    found = _COMPRESSED_LAYOUTS.get((layout, bits, kind)) if is_named else None
     if found is None:
         raise ValueError(
             f"has format {shown(layout)}, num_bits {shown(bits)}, type {shown(kind)}: not served"
@@ -257,8 +276,8 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
         strategy, group = "group", group or {"nvfp4": 16, "mxfp4": 32}[found]
     if not isinstance(strategy, str) or strategy not in ("tensor", "channel", "group", "block"):
         raise ValueError(f"has strategy {shown(strategy)}: not served")
-    if strategy == "group" and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
-        raise ValueError(f"has group_size {shown(group)}, which must be a positive integer")
+    if strategy == "group":
+        _check_group(group)
     block = _block(weights.get("block_structure") or (128, 128), "block_structure")
     is_symmetric = weights.get("symmetric", True) is not False
     has_zero_points = found == "packed" and strategy != "tensor" or found == "int8"
@@ -268,9 +287,14 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     return Scheme(found, bits, strategy, group if strategy == "group" else 0, block, is_symmetric, has_order)
 
 
+def _check_group(size: Any) -> None:
+    if not is_int(size) or size < 1:
+        raise ValueError(f"has group_size {shown(size)}, which must be a positive integer")
+
+
 def _block(value: Any, name: str) -> tuple[int, int]:
     is_pair = isinstance(value, list | tuple) and len(value) == 2
-    if not is_pair or not all(type(size) is int and size > 0 for size in value):
+    if not is_pair or not all(is_int(size) and size > 0 for size in value):
         raise ValueError(f"has {name} {shown(value)}, which must be two positive integers")
     return value[0], value[1]
 
@@ -303,34 +327,30 @@ _MODELOPT: dict[str, Layout] = {
 
 
 def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
-    algorithm = raw.get("quant_algo")
     ignore = _patterns(raw.get("exclude_modules") or raw.get("ignore"), "exclude_modules", "wildcards")
-    if algorithm == "MIXED_PRECISION":
+    if raw.get("quant_algo") == "MIXED_PRECISION":
         layers = raw.get("quantized_layers")
         if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
             raise ValueError(f"quantized_layers must map modules to objects, got {shown(layers)}")
-        groups = tuple(
-            Group(
-                _patterns([name], "quantized_layers", "wildcards"),
-                _modelopt_scheme(layer.get("quant_algo"), layer),
-            )
-            for name, layer in layers.items()
-        )
+        schemes = [
+            (_patterns([name], "quantized_layers", "wildcards"), layer) for name, layer in layers.items()
+        ]
     else:
-        groups = (Group(ALL_LINEAR, _modelopt_scheme(algorithm, raw)),)
+        schemes = [(ALL_LINEAR, raw)]
+    groups = tuple(Group(targets, _modelopt_scheme(fields)) for targets, fields in schemes)
     names = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
     return DraftQuantization("modelopt", names, groups, ignore)
 
 
-def _modelopt_scheme(algorithm: Any, fields: Mapping[str, Any]) -> Scheme:
+def _modelopt_scheme(fields: Mapping[str, Any]) -> Scheme:
+    algorithm = fields.get("quant_algo")
     layout = _MODELOPT.get(algorithm) if isinstance(algorithm, str) else None
     if layout is None:
         raise ValueError(f"quant_algo {shown(algorithm)} is not served, only {', '.join(_MODELOPT)}")
     if layout == "modelopt-fp8":
         return Scheme(layout, 8, "tensor")
     group = fields.get("group_size") or 16
-    if type(group) is not int or group < 1:
-        raise ValueError(f"has group_size {shown(group)}, which must be a positive integer")
+    _check_group(group)
     return Scheme(layout, 4, "group", group)
 
 

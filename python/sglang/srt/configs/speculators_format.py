@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
-from sglang_dflash.srt.configs.draft_kinds import PEAGLE_ARCHITECTURE, default_layer_inputs
+from sglang_dflash.srt.configs.draft_kinds import PEAGLE_ARCHITECTURE, PEAGLE_NORMS, default_layer_inputs
 from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
     DraftConfigError,
@@ -26,6 +26,7 @@ from sglang_dflash.srt.configs.fields import (
     LayerIds,
     Positive,
     StrictModel,
+    as_object,
     first_name,
     shown,
     validated,
@@ -60,6 +61,7 @@ class _Proposal(_Object):
 
 
 def _choose_default(methods: Any, info: ValidationInfo) -> Any:
+    """Leave one method of the checkpoint: the default, or else the first."""
     if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
         return methods
     default = info.data["default_proposal_method"]
@@ -72,17 +74,11 @@ class _Speculators(_Object):
     proposal_methods: Annotated[list[_Proposal], Field(min_length=1), BeforeValidator(_choose_default)]
     verifier: _Verifier
 
-    @property
-    def speculative_tokens(self) -> int:
-        """Drafted tokens a step, by the checkpoint's default proposal method."""
-        return self.proposal_methods[0].speculative_tokens
-
 
 def _choose_rope(layers: Any) -> Any:
     """Take one of the sets by layer type; layers that rotate differently are refused."""
-    rope = layers.get("rope_parameters") if isinstance(layers, dict) else None
-    nested = [value for value in rope.values() if isinstance(value, dict)] if isinstance(rope, dict) else []
-    nested = [value for value in nested if "rope_theta" in value]
+    rope = as_object(as_object(layers).get("rope_parameters"))
+    nested = [value for value in rope.values() if "rope_theta" in as_object(value)]
     if any(value != nested[0] for value in nested):
         raise ValueError("has rope_parameters that differ between layer types, which is not supported")
     return {**layers, "rope_parameters": nested[0]} if nested else layers
@@ -106,16 +102,6 @@ def _check_width(value: int | None, info: ValidationInfo) -> int | None:
         raise ValueError(
             f"is {value}, but the draft's hidden_size is {layers.hidden_size}: the library's own model "
             "reads aux hidden states of the draft's width only"
-        )
-    return value
-
-
-def _check_block(value: int, info: ValidationInfo) -> int:
-    drafted = value if info.data.get("sample_from_anchor") else value - 1
-    speculators = info.data.get("speculators_config")
-    if speculators is not None and speculators.speculative_tokens > drafted:
-        raise ValueError(
-            f"is {value} and drafts {drafted}, but speculative_tokens is {speculators.speculative_tokens}"
         )
     return value
 
@@ -155,7 +141,8 @@ class _Draft(_Object):
 
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Return a flat Qwen3 config with a `dflash_config`, from the layers as the file has them."""
-        tokens = self.speculators_config.speculative_tokens
+        [method] = self.speculators_config.proposal_methods
+        tokens = method.speculative_tokens
         return flat_draft(
             _choose_rope(layers),
             self.architecture,
@@ -175,7 +162,7 @@ class _DFlash(_Draft):
 
     sample_from_anchor: bool = False
     sliding_window_non_causal: bool = False
-    block_size: Annotated[Positive, AfterValidator(_check_block)]
+    block_size: Positive
     layer_inputs: LayerInputs = Field(alias="aux_hidden_state_layer_ids")
 
     def entries(self) -> dict[str, Any]:
@@ -206,8 +193,8 @@ class _DFlash2(_DFlash):
     selector_top_k: Positive
 
     def entries(self) -> dict[str, Any]:
-        options = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        return super().entries() | {name: getattr(self, name) for name in options}
+        options = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+        return super().entries() | self.model_dump(include=options)
 
 
 class _PEagle(_Draft):
@@ -226,9 +213,8 @@ class _PEagle(_Draft):
     layer_inputs: LayerInputs = Field(alias="eagle_aux_hidden_state_layer_ids")
 
     def entries(self) -> dict[str, Any]:
-        norms = ("norm_before_residual", "norm_before_fc", "fc_norm")
         has_qk_norm = self.transformer_layer_config.model_type != "llama"
-        return {"qk_norm": has_qk_norm, **{name: getattr(self, name) for name in norms}}
+        return {"qk_norm": has_qk_norm, **self.model_dump(include=set(PEAGLE_NORMS))}
 
 
 _DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _DFlash2, _PEagle)}
@@ -318,6 +304,5 @@ def _rows_of_head(config: Mapping[str, Any], checkpoint: str) -> Any:
     shapes = tensor_shapes(checkpoint)
     if shapes is None:
         return _DEFAULT_VOCABULARY
-    layers = config.get("transformer_layer_config")
-    whole = layers.get("vocab_size") if isinstance(layers, Mapping) else None
+    whole = as_object(config.get("transformer_layer_config")).get("vocab_size")
     return next((shapes[name][0] for name in ("d2t", "lm_head.weight") if shapes.get(name)), whole)

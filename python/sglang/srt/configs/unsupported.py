@@ -1,8 +1,7 @@
 """Drafts published as DFlash that we do not serve, by their fields; backends of drafts.
 
-Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Every such field is named,
-with whether SGLang's built-in DFLASH runs it. Other unknown fields of `dflash_config` are named in a warning,
-as they may be the trainer's notes.
+Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Other unknown fields of
+`dflash_config` are named in a warning, as they may be the trainer's notes.
 """
 
 import logging
@@ -10,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from sglang_dflash.srt.configs.fields import RopeKind, first_name, shown
+from sglang_dflash.srt.configs.fields import RopeKind, as_object, first_name, shown
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +73,12 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     architectures = config.get("architectures")
     if first_name(architectures) in BUILTIN_ARCHITECTURES:
         return [Unsupported(f"architectures is {shown(architectures)}: this draft is not supported", True)]
-    nested = config.get("dflash_config")
-    nested = nested if isinstance(nested, Mapping) else {}
+    nested = as_object(config.get("dflash_config"))
     findings = variant_findings(config, nested, served)
     if config.get("hidden_act") == "swigluoai":
         findings.append(Unsupported("hidden_act is 'swigluoai', which is not supported", True))
     for field in ("rope_parameters", "rope_scaling"):
-        rope = config.get(field)
-        if not isinstance(rope, Mapping):
-            continue
+        rope = as_object(config.get(field))
         kind = rope.get("rope_type") or rope.get("type")
         if isinstance(kind, str) and kind not in get_args(RopeKind):
             findings.append(Unsupported(f"{field} is of kind {shown(kind)}, which is not supported", True))
@@ -98,11 +94,7 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
 def variant_findings(
     config: Mapping[str, Any], nested: Mapping[str, Any], served: Collection[str]
 ) -> list[Unsupported]:
-    """List the fields of a draft's config that describe something we do not run.
-
-    `config` is the top level, `nested` its `dflash_config`, and `served` names the fields of `nested` that
-    are read.
-    """
+    """List what we do not run of a config and of its `nested` fields, the `served` aside."""
     fields = [(f"dflash_config.{name}", name, nested[name]) for name in nested if name not in served]
     fields += [(name, name, value) for name, value in config.items()]
     findings = [
@@ -133,23 +125,21 @@ def _rope_problems(config: Mapping[str, Any]) -> list[str]:
     if given, is what was trained, and decides.
     """
     problems = []
-    rope = config.get("rope_scaling") or config.get("rope_parameters")
-    fields = rope if isinstance(rope, Mapping) else {}
-    rope_dim, head_dim = fields.get("rope_dim"), config.get("head_dim")
-    if rope_dim is not None and rope_dim != head_dim:
-        problems.append(
-            f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: partial rotary embeddings are not supported"
-        )
-    partial = config.get("partial_rotary_factor")
-    if rope_dim is None and partial not in (None, 1, 1.0):
-        problems.append(f"partial_rotary_factor is {partial!r}: partial rotary embeddings are not supported")
-    nested = fields.get("partial_rotary_factor")
-    if rope_dim is None and nested not in (None, 1, 1.0):
-        kind = fields.get("rope_type") or fields.get("type") or "default"
-        if kind == "default":  # transformers' Qwen3 layers, on which drafts are trained, do not read it
-            logger.info("DFLASH draft: the RoPE's partial_rotary_factor, %s, is not read.", nested)
-        else:
-            problems.append(f"partial_rotary_factor {nested!r} under {kind} is not supported")
+    rope = as_object(config.get("rope_scaling") or config.get("rope_parameters"))
+    head_dim, rope_dim = config.get("head_dim"), rope.get("rope_dim")
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    partial = "partial rotary embeddings are not supported"
+    if rope_dim not in (None, head_dim):
+        problems.append(f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: {partial}")
+    if rope_dim is None and (factor := config.get("partial_rotary_factor")) not in (None, 1):
+        problems.append(f"partial_rotary_factor is {factor!r}: {partial}")
+    # transformers' Qwen3 layers, on which drafts are trained, do not read the factor of the default kind.
+    if (
+        rope_dim is None
+        and kind != "default"
+        and (factor := rope.get("partial_rotary_factor")) not in (None, 1)
+    ):
+        problems.append(f"partial_rotary_factor {factor!r} under {kind}: {partial}")
     for name in ("rope_is_neox_style", "is_neox_style"):
         if config.get(name) is False:
             problems.append(f"{name} is false: interleaved rotary embeddings are not supported")

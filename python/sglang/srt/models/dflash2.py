@@ -15,7 +15,7 @@ from torch import nn
 
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
 from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
-from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig
+from sglang_dflash.srt.configs.draft_kinds import DFLASH2_ARCHITECTURES, DFlash2DraftConfig
 from sglang_dflash.srt.layers.candidate_selector import walk
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
@@ -148,12 +148,8 @@ class DFlash2DraftModel(DFlashDraftModel):
         return Candidates(ids, unary, gate)
 
 
-class DFlash2BeamDraftModel(DFlash2DraftModel):
-    """DFlash2 under another of the names that SGLang has for it."""
-
-
-class MiniMaxDFlash2DraftModel(DFlash2DraftModel):
-    """DFlash2 under another of the names that SGLang has for it."""
-
-
-EntryClass = [DFlash2DraftModel, DFlash2BeamDraftModel, MiniMaxDFlash2DraftModel]
+# One model under all names that SGLang has for it.
+EntryClass = [
+    DFlash2DraftModel,
+    *(type(name, (DFlash2DraftModel,), {}) for name in DFLASH2_ARCHITECTURES[1:]),
+]

@@ -45,9 +45,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     """Load a checkpoint, or raise ValueError with all problems; return parameter names.
 
     A weight update may bring parts of it, and plain weights for modules that the checkpoint had packed.
-
-    Packed modules are dequantized, one at a time, or loaded as their kernels take them. `model.row_checks`
-    then compares them.
+    `model.row_checks` then compares packed modules, as they were loaded, with the file.
     """
     if model.row_checks and model.no_update_reason is not None:
         raise ValueError(f"DFLASH draft: {model.no_update_reason}")
@@ -124,26 +122,22 @@ def _padded(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:
 
 def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
     """Keep `d2t`, the offsets from draft ids to target ids. Returns its problems."""
-    if d2t is None:
-        return []
-    problems = d2t_problems(d2t, model.draft)
-    if problems or not model.draft.has_own_vocabulary:
-        return problems
-    if model.d2t is None:
-        model.d2t = torch.empty_like(d2t, device=model.norm.weight.device, dtype=torch.int64)
-    model.d2t.copy_(d2t)  # in place: CUDA graphs read it
-    return []
+    problems = [] if d2t is None else d2t_problems(d2t, model.draft)
+    if d2t is not None and not problems and model.draft.has_own_vocabulary:
+        if model.d2t is None:
+            model.d2t = torch.empty_like(d2t, device=model.norm.weight.device, dtype=torch.int64)
+        model.d2t.copy_(d2t)  # in place: CUDA graphs read it
+    return problems
 
 
 def _late_modules(model, names: Iterable[str]) -> list[str]:
     """List what a weight update would have to add to the model: CUDA graphs would not read it."""
     if not model.has_borrowed:
         return []
-    lacked = [name for name in ("embed_tokens", "lm_head") if getattr(model, name) is None]
     return [
         f"{name}.weight: this draft reads the target's; start with a checkpoint that has its own"
-        for name in lacked
-        if f"{name}.weight" in names
+        for name in ("embed_tokens", "lm_head")
+        if f"{name}.weight" in names and getattr(model, name) is None
     ]
 
 
@@ -183,8 +177,9 @@ def load_packed_modules(
                 for part, tensor in parts[module.name].items():
                     _load(model, f"{module.name}.{part}", tensor)
                 _keep_context_rows(model, module, weight)
-            check = row_check(model, module, weight, layer.kernel if layer is not None else None)
-            checks += [] if check is None else [check]
+            kernel = layer.kernel if layer is not None else None
+            if (check := row_check(model, module, weight, kernel)) is not None:
+                checks.append(check)
     _report(packed, list(layers.values()))
     return checks
 
@@ -229,15 +224,14 @@ def _report(packed: Sequence[PackedModule], layers: Sequence[PackedLayer]) -> No
     if kernels:
         listed = ", ".join(f"{count} on {name}" for name, count in kernels.items())
         logger.info("DFLASH draft: quantized layers (%s) run packed: %s.", schemes, listed)
-    reasons: dict[str, list[str]] = {}
-    for layer in layers:
-        if layer.kernel is None:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-    if not reasons:
+    dense = {layer.name: layer.reason for layer in layers if layer.kernel is None}
+    if not dense:
         return
-    dense = {name for names in reasons.values() for name in names}
     size = sum(2 * m.rows * m.columns for m in packed if model_layer(m.name)[0] in dense) / 1e9
-    listed = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items())
+    listed = "; ".join(
+        f"{reason}: {', '.join(name for name in dense if dense[name] == reason)}"
+        for reason in dict.fromkeys(dense.values())
+    )
     logger.warning(
         "DFLASH draft: %d quantized layers are dequantized, to %.2f GB on all ranks. %s.",
         len(dense),

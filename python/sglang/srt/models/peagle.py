@@ -34,10 +34,11 @@ class PEagleRows:
     first_drafting: torch.Tensor | None = None
     num_drafting: int = 0
 
-    def drafting_rows(self, first_drafting: torch.Tensor) -> torch.Tensor:
+    def drafting_rows(self) -> torch.Tensor:
         """Return the indices of the drafting rows among all rows, [bs * num_drafting]."""
-        num_rows, device = self.fused.shape[0], first_drafting.device
-        first = first_drafting + torch.arange(0, num_rows, num_rows // first_drafting.numel(), device=device)
+        assert self.first_drafting is not None
+        num_rows, bs, device = self.fused.shape[0], self.first_drafting.numel(), self.fused.device
+        first = self.first_drafting + torch.arange(0, num_rows, num_rows // bs, device=device)
         return (first[:, None] + torch.arange(self.num_drafting, device=device)).flatten()
 
 
@@ -74,8 +75,8 @@ class PEagleDraftModel(BlockDraftModel):
         draft = self.draft
         num_aux, hidden, eps = len(draft.target_layer_ids), config.hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(num_aux * hidden, eps=eps) if draft.norm_before_fc else None
-        fc_norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in range(num_aux))
-        self.fc_norm = fc_norms if draft.fc_norm else None
+        norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in range(num_aux))
+        self.fc_norm = norms if draft.fc_norm else None
         # Replaces target states that do not exist yet; it goes through norms and fc as they do.
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_aux * hidden), requires_grad=False)
         self._fused_mask: torch.Tensor | None = None
@@ -135,7 +136,7 @@ class PEagleDraftModel(BlockDraftModel):
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         if rows.first_drafting is None:
             return DraftOutput(next_token_logits=None, hidden_states=hidden_states)
-        drafting = rows.drafting_rows(rows.first_drafting)
+        drafting = rows.drafting_rows()
         hidden_states, _ = self.norm(hidden_states[drafting], residual[drafting])
         drafted = greedy_tokens(hidden_states, self.head)
         return DraftOutput(

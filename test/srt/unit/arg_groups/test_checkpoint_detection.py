@@ -52,20 +52,10 @@ def test_target_draft_and_algorithm_come_from_the_checkpoint(checkpoint):
 
 
 def test_flags_of_the_user_win(checkpoint):
-    args = detect(
-        model_path=str(checkpoint),
-        tokenizer_path="mine",
-        served_model_name="name",
-        speculative_num_draft_tokens=4,
-    )
-    assert (args.tokenizer_path, args.served_model_name, args.speculative_num_draft_tokens) == (
-        "mine",
-        "name",
-        4,
-    )
-    assert (
-        detect(model_path=str(checkpoint), speculative_algorithm="dflash").speculative_algorithm == "DFLASH"
-    )
+    given = {"tokenizer_path": "mine", "served_model_name": "name", "speculative_num_draft_tokens": 4}
+    args = detect(model_path=str(checkpoint), speculative_algorithm="dflash", **given)
+    assert {name: getattr(args, name) for name in given} == given
+    assert args.speculative_algorithm == "DFLASH"
 
 
 def test_an_ordinary_model_is_left_alone(tmp_path):
@@ -82,20 +72,11 @@ def test_a_model_that_is_no_draft_of_ours_is_left_to_sglang(checkpoint, kind):
     assert args.model_path == str(checkpoint) and args.speculative_algorithm is None
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ({"speculative_algorithm": "EAGLE3"}, "--speculative-algorithm EAGLE3 cannot run"),
-        (
-            {"speculative_draft_model_path": "another"},
-            "is a draft, and so is --speculative-draft-model-path 'another'",
-        ),
-    ],
-)
-def test_contradictions_are_named(checkpoint, flags, said):
-    with pytest.raises(ValueError) as error:
-        detect(model_path=str(checkpoint), **flags)
-    assert said in str(error.value)
+def test_contradictions_are_named(checkpoint):
+    with pytest.raises(ValueError, match="--speculative-algorithm EAGLE3 cannot run"):
+        detect(model_path=str(checkpoint), speculative_algorithm="EAGLE3")
+    with pytest.raises(ValueError, match="is a draft, and so is --speculative-draft-model-path 'another'"):
+        detect(model_path=str(checkpoint), speculative_draft_model_path="another")
 
 
 def test_a_broken_checkpoint_is_named_before_anything_is_loaded(checkpoint):
@@ -121,31 +102,21 @@ def test_where_a_verifier_is_looked_for(tmp_path, monkeypatch):
             locate_verifier(gone, str(tmp_path / "ck"))
 
 
-@pytest.mark.parametrize("named", [None, "PEAGLE", "peagle", "EAGLE3", "DFLASH"])
-def test_a_peagle_checkpoint_alone(peagle, named, caplog):
+ALONE = [(name, True) for name in (None, "PEAGLE", "peagle", "EAGLE3", "DFLASH")]
+BESIDE = [(name, False) for name in ("PEAGLE", "peagle", "EAGLE3", "eagle3")]
+
+
+@pytest.mark.parametrize("named, is_alone", ALONE + BESIDE)
+def test_a_peagle_checkpoint_alone_or_beside_its_target(named, is_alone, peagle, caplog):
     """SGLang serves it as DFLASH under any name; one log line names P-EAGLE."""
+    target, draft = str(peagle.parent / "target"), str(peagle)
+    given = {"model_path": target, "speculative_draft_model_path": draft}
     with caplog.at_level("INFO"):
-        args = detect(model_path=str(peagle), speculative_algorithm=named)
-    assert args.speculative_algorithm == "DFLASH"
-    assert args.model_path == str(peagle.parent / "target") and args.speculative_draft_model_path == str(
-        peagle
-    )
-    assert (
-        len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
-    )
-
-
-@pytest.mark.parametrize("named", ["PEAGLE", "peagle", "EAGLE3", "eagle3"])
-def test_a_peagle_draft_beside_its_target(peagle, named, caplog):
-    target = str(peagle.parent / "target")
-    with caplog.at_level("INFO"):
-        args = detect(
-            model_path=target, speculative_algorithm=named, speculative_draft_model_path=str(peagle)
-        )
+        args = detect(speculative_algorithm=named, **({"model_path": draft} if is_alone else given))
     assert (args.speculative_algorithm, args.model_path) == ("DFLASH", target)
-    assert (
-        len([r for r in caplog.records if r.name.startswith("sglang_dflash") and "P-EAGLE" in r.message]) == 1
-    )
+    assert args.speculative_draft_model_path == draft
+    said = [r.message for r in caplog.records if r.name.startswith("sglang_dflash")]
+    assert len([message for message in said if "P-EAGLE" in message]) == 1
 
 
 @pytest.mark.parametrize(

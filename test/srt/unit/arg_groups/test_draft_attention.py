@@ -1,11 +1,15 @@
-"""The attention backend chosen for a draft on a GPU."""
+"""The attention backend chosen for a draft on a GPU, and messages about the target's."""
 
 import logging
 from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.support import choose_draft_attention
+from sglang_dflash.srt.arg_groups.support import (
+    choose_draft_attention,
+    chose_attention,
+    target_attention_findings,
+)
 from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 
 FULL = {"has_sliding_layers": False, "shifts_request_table": False}
@@ -78,3 +82,19 @@ def test_peagle_with_pages():
     assert choose("fa3", PEAGLE, page_size=1) == "fa3"
     assert choose("fa3", PEAGLE, page_size=16) == "flashinfer"
     assert choose("fa3", PEAGLE, asked="fa3", page_size=16) == "flashinfer"
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_a_target_that_cannot_verify(is_chosen):
+    """The finding states if SGLang chose the backend."""
+    [finding] = target_attention_findings("cuda", "flashmla", is_chosen)
+    assert "'flashmla'" in finding.what and "--attention-backend" in finding.what and finding.builtin_supports
+    assert ("SGLang's choice" in finding.what) == (not is_chosen)
+    assert not target_attention_findings("cuda", "triton", is_chosen)
+
+
+def test_an_attention_flag_is_the_users_choice():
+    nothing = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"))
+    assert not chose_attention(SimpleNamespace(**nothing))
+    for field in nothing:
+        assert chose_attention(SimpleNamespace(**nothing | {field: "fa3"}))

@@ -61,14 +61,21 @@ def test_impossible_settings(parser, monkeypatch, option, value):
         DraftSampling.from_environment()
 
 
-def test_copies_are_off_unless_asked_for(parser, monkeypatch):
+@pytest.mark.parametrize(
+    "flag, option",
+    [
+        ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD),
+        ("--speculative-dflash-strict", DFlashOptions.STRICT),
+    ],
+)
+def test_switches_are_off_unless_asked_for(parser, monkeypatch, flag, option):
     parser.parse_args([])
-    assert not DFlashOptions.COPY_AHEAD.get()
-    parser.parse_args(["--speculative-copy-ahead"])
-    assert DFlashOptions.COPY_AHEAD.get()
-    monkeypatch.setenv(DFlashOptions.COPY_AHEAD.variable, "yes")
+    assert not option.get()
+    parser.parse_args([flag])
+    assert option.get()
+    monkeypatch.setenv(option.variable, "yes")
     with pytest.raises(ValueError, match="must be 1 or 0, got 'yes'"):
-        DFlashOptions.COPY_AHEAD.get()
+        option.get()
 
 
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):

@@ -1,20 +1,21 @@
-"""A draft's config.json: valid fields, named errors, and no other crash for any input."""
+"""A draft's config.json: valid fields, and named errors.
+
+test_corrupted_checkpoints.py has missing fields, values of a wrong type, and arbitrary ones.
+"""
 
 import itertools
 import json
-import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from serving import DRAFT, TARGET
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
 from sglang_dflash.srt.configs.checkpoint import read_mask_embedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_kinds import (
+    DFLASH2_ARCHITECTURES,
     DFlash2DraftConfig,
     check_draft_fits_target,
     depth_problem,
@@ -54,11 +55,9 @@ def problems_of(changes: dict | None = None, nested: dict | None = None) -> tupl
 
 def test_a_valid_config():
     draft = parse()
-    assert draft.block_size == 8
-    assert draft.mask_token_id == 99
-    assert draft.target_layer_ids == (1, 5, 9)
-    assert draft.layer_types == ("full_attention",) * 3
-    assert draft.sliding_window is None
+    assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 99, (1, 5, 9))
+    assert draft.layer_types == ("full_attention",) * 3 and draft.sliding_window is None
+    check_draft_fits_target(draft, target(), "some/draft")
 
 
 def test_bundled_pair_is_valid():
@@ -115,46 +114,21 @@ def test_fields_may_be_nested_or_at_the_top():
     assert (nested.block_size, top.mask_token_id, both.block_size) == (4, 1, 2)
 
 
-REQUIRED = ["hidden_size", "num_hidden_layers", "vocab_size", "num_target_layers"]
-
-
-@pytest.mark.parametrize("field", REQUIRED)
-def test_a_missing_field_is_named(field):
-    """Only spreading unnamed layer ids needs the target's depth."""
-    problems = problems_of(
-        {field: None}, {"target_layer_ids": None} if field == "num_target_layers" else None
-    )
-    assert any(field in problem and "missing" in problem for problem in problems)
-
-
-@pytest.mark.parametrize("field", [*REQUIRED, "block_size"])
-@pytest.mark.parametrize("value", [0, -1, "8", 2.0, True, [8]])
-def test_a_field_that_is_no_positive_integer_is_named(field, value):
-    assert any(field in problem and repr(value) in problem for problem in problems_of({field: value}))
-
-
 @pytest.mark.parametrize(
     "nested, words",
     [
         ({"mask_token_id": 100}, ["mask_token_id", "100", "vocabulary"]),
         ({"mask_token_id": -1}, ["mask_token_id", "-1", "vocabulary"]),
-        ({"mask_token_id": "<mask>"}, ["mask_token_id", "<mask>"]),
-        ({"mask_token_id": True}, ["mask_token_id"]),
         ({"target_layer_ids": []}, ["target_layer_ids", "empty"]),
-        ({"target_layer_ids": 3}, ["target_layer_ids", "3"]),
-        ({"target_layer_ids": [1, "2"]}, ["target_layer_ids.1", "integer", "'2'"]),
         ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids.1", "integer", "2.0"]),
-        ({"target_layer_ids": [True]}, ["target_layer_ids.0", "integer", "True"]),
         ({"target_layer_ids": [-1, 2]}, ["target_layer_ids", "-1", "negative"]),
         ({"target_layer_ids": [5, 5]}, ["target_layer_ids", "repeats"]),
         ({"is_causal": 1}, ["is_causal"]),
         ({"use_swa": True}, ["sliding_window", "missing", "swa_window_size"]),
         ({"use_swa": True, "swa_window_size": 0}, ["sliding_window", "0"]),
         ({"input_embedding_scale": 0.0}, ["input_embedding_scale", "0.0"]),
-        ({"mask_token_id": None, "mask_token": 3}, ["mask_token", "3"]),
         ({"mask_token_id": None, "mask_token": ""}, ["mask_token"]),
         ({"output_multiplier": -1.0}, ["output_multiplier", "-1.0"]),
-        ({"output_multiplier": "2"}, ["output_multiplier", "'2'"]),
         ({"final_logit_softcapping": float("inf")}, ["final_logit_softcapping", "inf"]),
         ({"hc_mult": 0}, ["hc_mult", "0"]),
         # Fields that make it another model, in the places that SGLang and other engines read.
@@ -178,12 +152,16 @@ def test_what_dflash_config_may_not_say(nested, words):
     "changes, words",
     [
         ({"dflash_config": [1, 2]}, ["dflash_config", "list"]),
+        (
+            {"num_target_layers": None, "dflash_config": {}},
+            ["target_layer_ids", "num_target_layers", "missing"],
+        ),
+        ({"num_target_layers": 3, "dflash_config": {}}, ["target_layer_ids", "shallow"]),
+        # SGLang would capture a repeated layer once, and `fc` would not fit.
+        ({"num_target_layers": 5, "num_hidden_layers": 4, "dflash_config": {}}, ["must be without repeats"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "3"]),
         ({"layer_types": "full_attention"}, ["layer_types"]),
-        (
-            {"layer_types": ["full_attention", "full_attention", "linear_attention"]},
-            ["layer_types", "linear_attention"],
-        ),
+        ({"layer_types": ["full_attention"] * 2 + ["linear"]}, ["layer_types", "linear"]),
         ({**SLIDING, "sliding_window": None}, ["sliding_window", "missing"]),
         ({**SLIDING, "sliding_window": 0}, ["sliding_window", "0"]),
         # SGLang's RadixAttention takes the 0 tokens before the query for "no window".
@@ -206,28 +184,21 @@ def test_what_the_top_level_may_not_say(changes, words):
 def test_fields_that_say_no_are_no_variant():
     """Exporters write zero, null or false, and a rotary width equal to the head's."""
     nested = {"conv_kernel_size": 0, "selector_rank": 0, "projector_type": None, "attention_sink_bias": False}
-    parse(
-        {
-            "head_dim": 64,
-            "partial_rotary_factor": 0.25,
-            "rope_scaling": {"rope_dim": 64},
-            "num_experts": None,
-        },
-        nested,
-    )
+    rotary = {"head_dim": 64, "partial_rotary_factor": 0.25, "rope_scaling": {"rope_dim": 64}}
+    parse(rotary | {"num_experts": None}, nested)
     parse({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}})
 
 
 SELECTOR = {"selector_rank": 8, "selector_top_k": 4, "conv_kernel_size": 2, "conv_group_size": 16}
 
 
-def parse_dflash2(changes: dict | None = None, nested: dict | None = None):
-    merged = {
-        **VALID,
-        **(changes or {}),
-        "dflash_config": {**VALID["dflash_config"], **SELECTOR, **(nested or {})},
-    }
-    return DFlash2DraftConfig.parse(SimpleNamespace(**merged), "some/draft")
+def dflash2(nested: dict | None = None, **top) -> SimpleNamespace:
+    nested = VALID["dflash_config"] | SELECTOR | (nested or {})
+    return SimpleNamespace(**VALID | {"dflash_config": nested} | top)
+
+
+def parse_dflash2(nested: dict | None = None) -> DFlash2DraftConfig:
+    return DFlash2DraftConfig.parse(dflash2(nested), "some/draft")
 
 
 def test_a_dflash2_config():
@@ -236,11 +207,8 @@ def test_a_dflash2_config():
     assert (draft.block_size, draft.target_layer_ids, draft.sliding_is_causal) == (8, (1, 5, 9), False)
     plain = parse_dflash2(nested={"conv_kernel_size": 0, "conv_group_size": None})
     assert plain.conv_kernel_size == plain.conv_group_size == 0
-    for architecture in ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel"):
-        named = SimpleNamespace(
-            **{**VALID, "dflash_config": VALID["dflash_config"] | SELECTOR, "architectures": [architecture]}
-        )
-        assert read_draft_config(named, "some/draft") == parse_dflash2()
+    for architecture in DFLASH2_ARCHITECTURES:
+        assert read_draft_config(dflash2(architectures=[architecture]), "some/draft") == parse_dflash2()
 
 
 @pytest.mark.parametrize(
@@ -250,7 +218,6 @@ def test_a_dflash2_config():
         ({"selector_top_k": 0}, ["selector_top_k", "missing"]),
         ({"selector_top_k": -1}, ["selector_top_k", "-1"]),
         ({"selector_top_k": 101}, ["selector_top_k", "101", "100"]),
-        ({"selector_rank": "8"}, ["selector_rank", "'8'"]),
         ({"conv_kernel_size": 0}, ["conv_kernel_size", "conv_group_size"]),
         ({"conv_group_size": None}, ["conv_kernel_size", "conv_group_size"]),
         ({"conv_group_size": 15}, ["conv_group_size", "15", "64"]),
@@ -259,8 +226,6 @@ def test_a_dflash2_config():
         ({"selector_vocab_size": 101}, ["selector_vocab_size", "101", "100"]),
         ({"selector_vocab_size": 3}, ["selector_vocab_size", "3", "4"]),
         ({"conv_dilation": 2}, ["conv_dilation"]),
-        ({"projector_type": "domino"}, ["projector_type", "Domino"]),
-        ({"lilicorr_rank": 8}, ["lilicorr_rank", "LiLiCorr"]),
         ({"markov_order": 1}, ["markov_order", "DSpark"]),
         ({"mask_token_id": 200, "selector_rank": 1.5}, ["selector_rank", "1.5"]),
     ],
@@ -268,9 +233,8 @@ def test_a_dflash2_config():
 def test_what_a_dflash2_config_may_not_say(nested, words):
     with pytest.raises(DraftConfigError) as caught:
         parse_dflash2(nested=nested)
-    assert any(all(word in problem for word in words) for problem in caught.value.problems), (
-        caught.value.problems
-    )
+    problems = caught.value.problems
+    assert any(all(word in problem for word in words) for problem in problems), problems
 
 
 def test_an_unknown_field_is_named_in_a_warning(caplog):
@@ -317,9 +281,8 @@ def test_a_file_with_a_mask_embedding(tmp_path):
     torch.save({"embedding": vector, "mask_token_id": 9}, tmp_path / "mask_embedding.pt")
     saved = read_mask_embedding(str(tmp_path))
     assert saved.token_id == 9 and torch.equal(saved.vector, vector)
-    torch.save(
-        {"embedding": vector, "mask_token_id": 9, "per_position": True}, tmp_path / "mask_embedding.pt"
-    )
+    fields = {"embedding": vector, "mask_token_id": 9, "per_position": True}
+    torch.save(fields, tmp_path / "mask_embedding.pt")
     with pytest.raises(DraftConfigError, match="per position"):
         read_mask_embedding(str(tmp_path))
     torch.save([vector], tmp_path / "mask_embedding.pt")
@@ -353,17 +316,8 @@ def test_several_problems_are_named_at_once():
         assert any(field in problem for problem in problems), field
 
 
-def test_too_shallow_a_target_for_a_spread():
-    problems = problems_of({"num_target_layers": 3}, {"target_layer_ids": None})
-    assert any("shallow" in problem for problem in problems)
-
-
 def target(**changes) -> SimpleNamespace:
     return SimpleNamespace(**{"hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 12, **changes})
-
-
-def test_a_draft_that_fits_its_target():
-    check_draft_fits_target(parse(), target(), "some/draft")
 
 
 @pytest.mark.parametrize(
@@ -447,118 +401,8 @@ def test_the_engine_spreads_alike():
     assert not different
 
 
-@given(st.integers(4, 200), st.integers(2, 20))
-def test_a_spread_is_even_and_stays_inside(num_target_layers, num_draft_layers):
-    ids = spread_target_layer_ids(num_target_layers, num_draft_layers)
-    assert (len(ids), ids[0], ids[-1]) == (num_draft_layers, 1, num_target_layers - 3)
-    gaps = [b - a for a, b in itertools.pairwise(ids)]
-    assert max(gaps) - min(gaps) <= 2  # rounding moves each end of a gap by one half at most
-
-
-def test_a_spread_that_repeats_a_layer_is_refused():
-    """SGLang would capture a repeated layer once, and `fc` would not fit."""
-    assert problems_of({"num_target_layers": 5, "num_hidden_layers": 4}, {"target_layer_ids": None})
-
-
 def test_a_spread_that_ends_on_the_last_layer_is_refused():
     """A one-layer draft reads the middle layer; of two layers SGLang cannot capture the last."""
     draft = parse({"num_target_layers": 2, "num_hidden_layers": 1}, {"target_layer_ids": None})
     with pytest.raises(DraftConfigError, match="name the last layer"):
         check_draft_fits_target(draft, target(num_hidden_layers=2), "some/draft")
-
-
-# Integers stay small enough that a list with one entry per layer fits in memory.
-SCALARS = st.none() | st.booleans() | st.integers(-10_000, 10_000) | st.floats() | st.text(max_size=5)
-JSON = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-# Small numbers and known words besides, so that many fields are right and the search gets past them.
-VALUES = st.integers(-1, 13) | JSON | st.lists(st.integers(-1, 13), max_size=5)
-LAYER_TYPES = st.lists(st.sampled_from(["full_attention", "sliding_attention", "linear"]) | JSON, max_size=4)
-NESTED_FIELDS = [
-    "mask_token_id",
-    "target_layer_ids",
-    "block_size",
-    "is_causal",
-    "layer_types",
-    "sliding_window",
-    "draft_vocab_size",
-    "sample_from_anchor",
-    "speculative_tokens",
-    "mask_token",
-    "hc_mult",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "projector_type",
-    "conv_kernel_size",
-]
-TOP_FIELDS = [*REQUIRED, *NESTED_FIELDS]
-
-
-def fields(names: list[str]):
-    return st.fixed_dictionaries(
-        {}, optional={name: LAYER_TYPES if name == "layer_types" else VALUES for name in names}
-    )
-
-
-STARTS = [VALID, VALID | SLIDING, VALID | {"dflash_config": {"mask_token_id": 1}}, {}]
-
-
-@given(top=fields(TOP_FIELDS), nested=fields(NESTED_FIELDS) | JSON, start=st.sampled_from(STARTS))
-def test_whatever_a_config_says_it_is_valid_or_refused_by_name(top, nested, start):
-    merged = {**start, **top}
-    if isinstance(nested, dict):
-        nested = {**start.get("dflash_config", {}), **nested}
-    if nested is not None:
-        merged["dflash_config"] = nested
-    try:
-        draft = DFlashDraftConfig.parse(SimpleNamespace(**merged), "fuzzed")
-    except DraftConfigError as error:
-        assert error.problems
-        return
-    assert_valid(draft)
-
-
-def assert_valid(draft: DFlashDraftConfig) -> None:
-    """Check what other code assumes of a parsed config."""
-    sizes = (
-        draft.hidden_size,
-        draft.num_hidden_layers,
-        draft.vocab_size,
-        draft.block_size,
-        draft.draft_vocab_size,
-        1 if draft.num_target_layers is None else draft.num_target_layers,
-    )
-    assert all(type(size) is int and size >= 1 for size in sizes)
-    assert draft.draft_vocab_size <= draft.vocab_size
-    assert 0 <= draft.speculative_tokens <= draft.num_drafting_rows
-    if draft.mask_token_id is not None:
-        assert type(draft.mask_token_id) is int and 0 <= draft.mask_token_id < draft.vocab_size
-    else:
-        assert type(draft.mask_token) is str and draft.mask_token
-    assert draft.aux_width >= draft.hidden_size and draft.output_multiplier > 0
-    assert draft.final_logit_softcapping is None or draft.final_logit_softcapping > 0
-    ids = draft.target_layer_ids
-    assert len(ids) > 0
-    assert all(type(i) is int and 0 <= i for i in ids) and len(set(ids)) == len(ids)
-    assert len(draft.layer_types) == draft.num_hidden_layers
-    assert set(draft.layer_types) <= {"full_attention", "sliding_attention"}
-    if "sliding_attention" in draft.layer_types:
-        assert type(draft.sliding_window) is int and draft.sliding_window >= 1
-    assert hash(draft) == hash(draft)
-
-
-def test_the_search_reaches_valid_configs():
-    """Some configs with one mutated field stay valid, or the fuzzing above shows little."""
-    rng = random.Random(0)
-    valid = 0
-    for _ in range(200):
-        field = rng.choice(["block_size", "num_target_layers", "vocab_size"])
-        try:
-            assert_valid(parse({field: rng.randint(-6, 13) if field != "vocab_size" else 1000}))
-            valid += 1
-        except DraftConfigError:
-            pass
-    assert 20 < valid < 200

@@ -25,6 +25,10 @@ FUSED_PARTS = (
 )
 
 
+def load(config, weights: dict) -> DFlashDraftModel:
+    return build(DFlashDraftModel, config, iter(weights.items()))
+
+
 @pytest.fixture
 def plain(tmp_path):
     """A config as SGLang reads it, and its weights, which tests change."""
@@ -40,9 +44,9 @@ def test_layers_in_another_order(plain, tmp_path):
     columns = weights["fc.weight"].chunk(len(ids), dim=1)
     other = BASE | {"dflash_config": nested | {"target_layer_ids": [*ids[1:], ids[0]]}}
     moved = weights | {"fc.weight": torch.cat((*columns[1:], columns[0]), dim=1)}
-    wanted = build(DFlashDraftModel, config, iter(weights.items())).fc.weight
+    wanted = load(config, weights).fc.weight
     (tmp_path / "other").mkdir()
-    found = build(DFlashDraftModel, read_config(other, tmp_path / "other"), iter(moved.items())).fc.weight
+    found = load(read_config(other, tmp_path / "other"), moved).fc.weight
     assert torch.equal(found, wanted) and not torch.equal(moved["fc.weight"], wanted)
 
 
@@ -51,7 +55,7 @@ def test_a_missing_tensor_is_named(part, plain):
     config, weights = plain
     del weights[f"{part}.weight"]
     with pytest.raises(ValueError, match=rf"{part}.*missing|missing.*{part}"):
-        build(DFlashDraftModel, config, iter(weights.items()))
+        load(config, weights)
 
 
 @pytest.mark.parametrize("part", ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"])
@@ -60,7 +64,7 @@ def test_a_missing_bias_is_named(part, tmp_path):
     weights = random_weights(config, 2)
     del weights[f"{part}.bias"]
     with pytest.raises(ValueError, match=rf"{part}.*missing|missing.*{part}"):
-        build(DFlashDraftModel, read_config(config, tmp_path), iter(weights.items()))
+        load(read_config(config, tmp_path), weights)
 
 
 @pytest.mark.parametrize(
@@ -74,42 +78,34 @@ def test_a_missing_bias_is_named(part, tmp_path):
 )
 def test_an_unknown_tensor_is_named_and_left_out(unknown, plain, caplog):
     config, weights = plain
-    parameters = dict(build(DFlashDraftModel, config, iter(weights.items())).named_parameters())
+    parameters = dict(load(config, weights).named_parameters())
     weights[unknown] = torch.zeros(8, 8, dtype=torch.int32)
-    model = build(DFlashDraftModel, config, iter(weights.items()))
+    model = load(config, weights)
     assert f"not read: ['{unknown}']" in caplog.text
     for name, parameter in model.named_parameters():
         assert parameter.equal(parameters[name])
-
-
-def test_unknown_tensors_are_named_if_others_are_missing(plain):
-    config, weights = plain
-    weights["final_norm.weight"] = weights.pop("norm.weight")
-    with pytest.raises(ValueError, match="norm.weight: missing\n.*final_norm.weight: this draft has no such"):
-        build(DFlashDraftModel, config, iter(weights.items()))
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_rows_beyond_the_vocabulary_are_padding(name, plain):
     config, weights = plain
     table = torch.randn(config.vocab_size + 64, config.hidden_size)
-    model = build(DFlashDraftModel, config, iter({**weights, f"{name}.weight": table}.items()))
+    model = load(config, weights | {f"{name}.weight": table})
     assert getattr(model, name).weight[: config.vocab_size].equal(table[: config.vocab_size])
     with pytest.raises(ValueError, match=f"{name}.weight is"):
-        fewer = table[: config.vocab_size - 1]
-        build(DFlashDraftModel, config, iter({**weights, f"{name}.weight": fewer}.items()))
+        load(config, weights | {f"{name}.weight": table[: config.vocab_size - 1]})
 
 
 def test_new_weights_come_to_where_graphs_read_them(plain):
     """Verify graphs capture the stacked K/V weights by address."""
     config, weights = plain
-    model = build(DFlashDraftModel, config, iter(weights.items()))
+    model = load(config, weights)
     model.stack_kv_weights()
     stacked = {name: getattr(model, name) for name in ("_kv_weight", "_k_norm_weight")}
     others = {name: tensor + 1 for name, tensor in weights.items()}
     model.load_weights(iter(others.items()))
     model.renew_copies()
-    other = build(DFlashDraftModel, config, iter(others.items()))
+    other = load(config, others)
     other.stack_kv_weights()
     for name, tensor in stacked.items():
         assert getattr(model, name) is tensor and torch.equal(tensor, getattr(other, name))
@@ -130,20 +126,20 @@ def test_a_tensor_of_another_shape_is_named(part, how, plain):
     name = f"{part}.weight"
     weights[name] = SPOILED[how](weights[name])
     with pytest.raises(ValueError, match=name):
-        build(DFlashDraftModel, config, iter(weights.items()))
+        load(config, weights)
 
 
 def test_a_width_that_sglang_rounds_up_on_a_cpu(tmp_path):
     """A checkpoint of width 80 gets 96: the added rows are zeros, and the model is the same."""
     weights = random_weights(BASE, 2)
     width = {"intermediate_size": 96, "original_intermediate_size": BASE["intermediate_size"]}
-    rounded = build(DFlashDraftModel, read_config(BASE | width, tmp_path), iter(weights.items()))
-    plain = build(DFlashDraftModel, read_config(BASE, tmp_path), iter(weights.items()))
+    rounded = load(read_config(BASE | width, tmp_path), weights)
+    plain = load(read_config(BASE, tmp_path), weights)
     hidden = torch.randn(5, BASE["hidden_size"], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(rounded.layers[1].mlp(hidden), plain.layers[1].mlp(hidden))
     weights["layers.1.mlp.up_proj.weight"] = weights["layers.1.mlp.up_proj.weight"][:-1]
     with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight"):
-        build(DFlashDraftModel, read_config(BASE | width, tmp_path), iter(weights.items()))
+        load(read_config(BASE | width, tmp_path), weights)
 
 
 def test_all_problems_are_named_at_once(plain):
@@ -152,7 +148,7 @@ def test_all_problems_are_named_at_once(plain):
     weights["norm.weight"] = torch.zeros(3)
     weights["surprise"] = torch.zeros(3)
     with pytest.raises(ValueError) as caught:
-        build(DFlashDraftModel, config, iter(weights.items()))
+        load(config, weights)
     assert all(name in str(caught.value) for name in ("fc.weight", "norm.weight", "surprise"))
 
 
@@ -164,9 +160,9 @@ def test_a_map_of_a_draft_without_a_vocabulary_of_its_own(moved, plain):
     weights["d2t"][:moved] = 1
     if moved:
         with pytest.raises(ValueError, match="d2t maps 2 tokens.*draft_vocab_size equals vocab_size"):
-            build(DFlashDraftModel, config, iter(weights.items()))
+            load(config, weights)
     else:
-        assert build(DFlashDraftModel, config, iter(weights.items())).d2t is None
+        assert load(config, weights).d2t is None
 
 
 @pytest.mark.parametrize("first, last, is_inside", [(0, 0, True), (0, 1, False), (-1, 0, False)])
@@ -179,10 +175,10 @@ def test_a_map_into_the_targets_vocabulary(first, last, is_inside, tmp_path):
     weights = random_weights(BASE, 2) | {"d2t": offsets, "lm_head.weight": torch.zeros(size, 48)}
     config = read_config(config, tmp_path)
     if is_inside:
-        assert torch.equal(build(DFlashDraftModel, config, iter(weights.items())).d2t, offsets)
+        assert torch.equal(load(config, weights).d2t, offsets)
     else:
         with pytest.raises(ValueError, match=f"d2t points outside .* {vocabulary} tokens"):
-            build(DFlashDraftModel, config, iter(weights.items()))
+            load(config, weights)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])
@@ -190,9 +186,9 @@ def test_a_map_into_the_targets_vocabulary(first, last, is_inside, tmp_path):
 def test_the_librarys_copies_of_target_tensors_are_left_out(name, prefix, plain):
     """They may have any shape."""
     config, weights = plain
-    model = build(DFlashDraftModel, config, iter(weights.items()))
+    model = load(config, weights)
     others = weights | {f"{prefix}{name}": torch.zeros(3, 5)}
-    other = build(DFlashDraftModel, config, iter(others.items()))
+    other = load(config, others)
     for parameter, expected in zip(other.parameters(), model.parameters(), strict=True):
         assert torch.equal(parameter, expected)
 
@@ -203,11 +199,11 @@ def test_the_librarys_copies_of_target_tensors_are_left_out(name, prefix, plain)
 def test_a_vocabulary_that_the_config_claims(claim, name, tmp_path):
     config = BASE | {"dflash_config": BASE["dflash_config"] | {claim: True}}
     with pytest.raises(ValueError, match=f"{name}.weight: missing"):
-        build(DFlashDraftModel, read_config(config, tmp_path), iter(random_weights(BASE, 2).items()))
+        load(read_config(config, tmp_path), random_weights(BASE, 2))
 
 
 def test_names_with_a_model_prefix_are_accepted(plain):
     """Some exporters put `model.` before every name."""
     config, weights = plain
-    model = build(DFlashDraftModel, config, ((f"model.{name}", tensor) for name, tensor in weights.items()))
+    model = load(config, {f"model.{name}": tensor for name, tensor in weights.items()})
     assert torch.equal(model.fc.weight, weights["fc.weight"])

@@ -1,6 +1,7 @@
 """Quantized drafts: read as their library unpacks them, checked at start-up, refused by tensor and reason."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,15 +15,11 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
 from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
 
-from sglang_dflash.srt.arg_groups.draft_files import (
-    apply_draft_quantization,
-    check_draft_tensors,
-    flag_problem,
-)
+from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization, check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.fields import DraftConfigError
-from sglang_dflash.srt.configs.quantization import Scheme, quantization_of
+from sglang_dflash.srt.configs.quantization import Scheme, flag_problem, quantization_of
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.dequantize import PackedModule
 from sglang_dflash.srt.models import quantized_linear
@@ -109,10 +106,9 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def checked():
-    """A loaded W4A16 draft of one layer."""
+    """Return a W4A16 draft of one layer."""
     packed, quantization, _ = pack(SMALL, "W4A16")
-    config = SimpleNamespace(quantization=quantization, packed=packed)
-    return config
+    return SimpleNamespace(quantization=quantization, packed=packed)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -159,51 +155,50 @@ def test_the_check_of_a_rank(rank, monkeypatch):
         run_row_checks(checks)
 
 
-def _without(name):
-    return lambda tensors, config: tensors.pop(name)
+UP = "layers.0.mlp.up_proj"
 
 
-def _set(name, change):
-    return lambda tensors, config: tensors.update({name: change(tensors[name])})
+def _without(part):
+    return lambda tensors, config: tensors.pop(f"{UP}.{part}")
+
+
+def _set(part, change):
+    return lambda tensors, config: tensors.update({f"{UP}.{part}": change(tensors[f"{UP}.{part}"])})
 
 
 def _weights(**changes):
     return lambda tensors, config: config["config_groups"]["group_0"]["weights"].update(changes)
 
 
-UP = "layers.0.mlp.up_proj"
+def _dense(tensors, config):
+    for name in [name for name in tensors if name.startswith(UP)]:
+        del tensors[name]
+    tensors[f"{UP}.weight"] = SMALL[f"{UP}.weight"]
+
+
 BAD = {
-    "no scales": (
-        _without(f"{UP}.weight_scale"),
-        f"model.safetensors: {UP}.weight_scale: missing, W4 needs it",
-    ),
-    "no packed tensor": (_without(f"{UP}.weight_packed"), f"{UP}.weight_packed: missing"),
+    "no scales": (_without("weight_scale"), f"model.safetensors: {UP}.weight_scale: missing, W4 needs it"),
+    "no packed tensor": (_without("weight_packed"), f"{UP}.weight_packed: missing"),
     "scales of another width": (
-        _set(f"{UP}.weight_scale", lambda t: t[:, :1].contiguous()),
+        _set("weight_scale", lambda t: t[:, :1].contiguous()),
         rf"{UP}.weight_scale is \(\d+, 1\), expected \(\d+, 2\) of W4",
     ),
     "transposed scales": (
-        _set("fc.weight_scale", lambda t: t.t().contiguous()),
-        r"fc.weight_scale is \(\d+, 256\), expected \(256, \d+\)",
+        _set("weight_scale", lambda t: t.t().contiguous()),
+        rf"{UP}.weight_scale is \(2, 512\), expected \(512, 2\)",
     ),
     "integer scales": (
-        _set(f"{UP}.weight_scale", lambda t: t.to(torch.int32)),
+        _set("weight_scale", lambda t: t.to(torch.int32)),
         f"{UP}.weight_scale is I32, expected BF16",
     ),
-    "packed as bytes": (
-        _set(f"{UP}.weight_packed", lambda t: t.view(torch.uint8)),
-        "weight_packed is U8, expected I32",
-    ),
+    "packed as bytes": (_set("weight_packed", lambda t: t.view(torch.uint8)), "is U8, expected I32"),
     "another layer's shape": (
-        _set(f"{UP}.weight_shape", lambda t: t + 8),
+        _set("weight_shape", lambda t: t + 8),
         rf"{UP}.weight_shape holds \(520, 264\), expected \(512, 256\)",
     ),
     "another number of bits": (_weights(num_bits=8), "weight_packed is .*, expected .* of W8"),
     "another group size": (_weights(group_size=64), "weight_scale is .*, expected .* of W4"),
-    "a group size that does not divide": (
-        _weights(group_size=100),
-        "group size 100 does not divide its 256 columns",
-    ),
+    "a size that does not divide": (_weights(group_size=100), "group size 100 does not divide its 256 col"),
     "a group size of zero": (_weights(group_size=0), "group_size 0, which must be a positive integer"),
     "three bits": (_weights(num_bits=3), "num_bits 3, type 'int': not served"),
     "no config": (
@@ -222,13 +217,7 @@ BAD = {
         lambda tensors, config: config["ignore"].append(UP),
         f"{UP}.weight_packed .I32.: the config names no quantization for it",
     ),
-    "a dense layer": (
-        lambda tensors, config: (
-            [tensors.pop(name) for name in list(tensors) if name.startswith(UP)],
-            tensors.update({f"{UP}.weight": SMALL[f"{UP}.weight"]}),
-        ),
-        f"{UP}.weight is dense, but the quantization config names it",
-    ),
+    "a dense layer": (_dense, f"{UP}.weight is dense, but the quantization config names it"),
     "a tensor of another scheme": (
         lambda tensors, config: tensors.update({f"{UP}.weight_global_scale": torch.ones(1)}),
         f"{UP}.weight_global_scale: W4 has no such tensor",
@@ -249,28 +238,17 @@ def test_a_bad_file_is_refused_by_its_header(fault, checked, tmp_path):
         check_draft_tensors(str(folder), config, draft)
 
 
-BAD_VALUES = {
-    "a scale that is no number": (
-        "W4A16",
-        "weight_scale",
-        torch.nan,
-        "weight_scale holds 1 values that are not finite",
-    ),
-    "an FP8 weight that is no number": ("FP8", "weight", torch.nan, "weight holds 1 values"),
-    "an MXFP4 scale that is no number": ("MXFP4A16", "weight_scale", 255, "weight_scale holds 1 values"),
-    "a global scale of zero": (
-        "NVFP4A16",
-        "weight_global_scale",
-        0,
-        "weight_global_scale is zero throughout",
-    ),
-    "another layer's shape": ("W4A16", "weight_shape", 8, r"weight_shape holds \(8, 256\)"),
-}
-
-
-@pytest.mark.parametrize("fault", BAD_VALUES)
-def test_a_bad_value_is_refused_when_it_is_loaded(fault, tmp_path):
-    scheme, part, value, words = BAD_VALUES[fault]
+@pytest.mark.parametrize(
+    "scheme, part, value, words",
+    [
+        ("W4A16", "weight_scale", torch.nan, "weight_scale holds 1 values that are not finite"),
+        ("FP8", "weight", torch.nan, "weight holds 1 values"),
+        ("MXFP4A16", "weight_scale", 255, "weight_scale holds 1 values"),
+        ("NVFP4A16", "weight_global_scale", 0, "weight_global_scale is zero throughout"),
+        ("W4A16", "weight_shape", 8, r"weight_shape holds \(8, 256\)"),
+    ],
+)
+def test_a_bad_value_is_refused_when_it_is_loaded(scheme, part, value, words, tmp_path):
     folder, packed, _ = packed_draft(tmp_path, scheme)
     packed[f"{UP}.{part}"] = packed[f"{UP}.{part}"].clone()
     packed[f"{UP}.{part}"].view(-1)[0] = value
@@ -282,11 +260,10 @@ def test_modelopts_own_file(tmp_path):
     """Some exports have `hf_quant_config.json` alone; names may hold wildcards."""
     folder, *_ = packed_draft(tmp_path, "ModelOpt")
     config = read_hf_config(folder)
-    text = (
-        '{"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A16_NVFP4", "group_size": 16, '
-    )
-    text += '"exclude_modules": ["layers.1*", "model.fc"]}}'
+    quantization = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    quantization["exclude_modules"] = ["layers.1*", "model.fc"]
     plain = write(tmp_path / "plain", DRAFT, SMALL, None)
+    text = json.dumps({"producer": {"name": "modelopt"}, "quantization": quantization})
     (plain / "hf_quant_config.json").write_text(text)
     found = quantization_of(read_hf_config(plain))
     assert found.scheme_of("layers.0.mlp.up_proj") == quantization_of(config).scheme_of("fc")
@@ -307,47 +284,32 @@ def test_groups_win_in_order():
     }
     raw = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     found = quantization_of(SimpleNamespace(draft_quantization=raw))
-    names = [
-        getattr(found.scheme_of(m), "name", None)
-        for m in ("fc", "layers.0.mlp.up_proj", "layers.0.self_attn.q_proj")
-    ]
-    assert names == ["W8", "FP8", None]
-
-
-def flag(named: str | None, is_given: bool = True, device: str = "cuda") -> SimpleNamespace:
-    return SimpleNamespace(
-        device=device,
-        speculative_draft_model_quantization=named,
-        _speculative_draft_quantization_explicitly_set=is_given,
-    )
+    schemes = map(found.scheme_of, ("fc", "layers.0.mlp.up_proj", "layers.0.self_attn.q_proj"))
+    assert [scheme and scheme.name for scheme in schemes] == ["W8", "FP8", None]
 
 
 @pytest.mark.parametrize(
     "named, is_refused", [(None, False), ("packed", False), ("compressed-tensors", False), ("fp8", True)]
 )
 def test_the_flag(named, is_refused, checked):
-    """Unset and "unquant", which SGLang turns into None, fit every draft. The target's is not the draft's."""
+    """Unset and "unquant", which SGLang turns into None, fit every draft."""
     found = quantization_of(SimpleNamespace(draft_quantization=checked.quantization))
-    assert flag_problem(flag("awq", is_given=False), found) is None
-    assert flag_problem(flag("awq", is_given=False), None) is None
-    if is_refused:
-        assert "quantized by compressed-tensors" in flag_problem(flag(named), found)
-    else:
-        assert flag_problem(flag(named), found) is None
-    for name in ("awq", "compressed-tensors", "fp8", "packed"):
-        assert "not served for a draft that is not quantized" in flag_problem(flag(name), None)
+    assert ("quantized by compressed-tensors" in (flag_problem(named, found) or "")) == is_refused
+    assert ("for a draft that is not quantized" in (flag_problem(named, None) or "")) == (named is not None)
 
 
 def test_what_the_flag_does(tmp_path, monkeypatch, caplog):
     """Processes that load the draft read an option: packed layers are run only if they were asked for."""
     packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
     plain_fp8 = write(tmp_path / "fp8", DRAFT, packed, quantization)
-    assert flag_problem(flag("fp8"), quantization_of(read_hf_config(plain_fp8))) is None
+    assert flag_problem("fp8", quantization_of(read_hf_config(plain_fp8))) is None
     option = DFlashOptions.DRAFT_PACKED
 
-    def settled(*args):
+    def settled(named: str | None, is_given: bool = True, device: str = "cuda") -> bool:
         monkeypatch.setenv(option.variable, "1")
-        apply_draft_quantization(flag(*args))
+        flag = {"speculative_draft_model_quantization": named}
+        flag["_speculative_draft_quantization_explicitly_set"] = is_given
+        apply_draft_quantization(SimpleNamespace(device=device, **flag))
         return option.get()
 
     assert not settled(None, False)
