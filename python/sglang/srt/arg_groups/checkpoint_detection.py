@@ -77,8 +77,7 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
 
     draft, named = args.speculative_draft_model_path, args.speculative_algorithm.upper()
     config = read_config(draft, args.speculative_draft_model_revision)
-    is_flat = config is not None and is_flat_peagle(config, draft)
-    if not is_flat and (config is None or speculators_type(config) != "peagle"):
+    if config is None or not _is_peagle(config, draft):
         if named == "EAGLE3":
             return
         if draft is None:
@@ -100,14 +99,16 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
     declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
 
 
+def _is_peagle(config: dict[str, Any], draft: str) -> bool:
+    return speculators_type(config) == "peagle" or is_flat_peagle(config, draft)
+
+
 def _record_target_depth(
     model: str, revision: str | None, draft: str | None, draft_revision: str | None
 ) -> None:
     """Pass the target's depth to all processes, if the draft does not name its layers."""
     config = read_config(draft, draft_revision)
-    if draft is None or config is None or layer_inputs(config) is not None:
-        return
-    if speculators_type(config) != "peagle" and not is_flat_peagle(config, draft):
+    if draft is None or config is None or layer_inputs(config) is not None or not _is_peagle(config, draft):
         return
     target = read_config(model, revision) or {}
     nested = target.get("text_config")

@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import find_file, read_config, read_object, tensors_of
+from sglang_dflash.srt.configs.checkpoint import find_file, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
@@ -22,24 +22,22 @@ from sglang_dflash.srt.environ import DFlashOptions
 logger = logging.getLogger(__name__)
 
 
-def check_draft_config(checkpoint: str, revision: str | None = None) -> None:
-    """Raise ValueError unless config.json describes a draft of ours."""
+def check_draft_config(checkpoint: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Return a draft's flat config; None without a config.json. Raises ValueError for faults."""
     path = find_file(checkpoint, revision)
     if path is None:
-        return  # SGLang has other formats, or reports it
+        return None  # SGLang has other formats, or reports it
     try:
         config = read_object(path)
     except ValueError as error:
         raise DraftConfigError(checkpoint, [str(error)]) from error
-    flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
+    return flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
 
 
 def assumed_in_file(checkpoint: str, revision: str | None = None) -> list[str]:
     """Say which values of its layers the draft's config.json lacks."""
-    config = read_config(checkpoint, revision)
-    if config is None:
-        return []
-    return assumed_values(flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get()))
+    flat = check_draft_config(checkpoint, revision)
+    return [] if flat is None else assumed_values(flat)
 
 
 def are_files_read(args: Any) -> bool:

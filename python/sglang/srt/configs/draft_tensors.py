@@ -1,6 +1,6 @@
 """Comparison of a draft checkpoint's tensors with those its config requires."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,8 +143,15 @@ def _unpack(
     shape, weight = expected.get(f"{module}.weight", ()), parts.get("weight")
     is_linear = len(shape) == 2
     is_packed = any(map(_is_packed_part, parts)) or weight and weight.dtype in _PACKED_TYPES
+    scheme = quantization.scheme_of(module) if quantization is not None else None
     if is_linear and is_packed:
-        _unpack_packed(quantization, module, parts, shape, found)
+        problems = list(_packed_problems(scheme, module, parts, shape))
+        found.problems.extend(problems)
+        if "bias" in parts:
+            found.shapes[f"{module}.bias"] = parts["bias"].shape
+        if scheme is not None and not problems:
+            found.schemes[module] = scheme
+            found.shapes[f"{module}.weight"] = shape
         return
     for part, stored in parts.items():
         name = f"{module}.{part}" if module else part
@@ -158,54 +165,42 @@ def _unpack(
         found.shapes[name] = stored.shape
     # The projections that every writer packs unless told otherwise.
     in_layer = module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
-    scheme = quantization.scheme_of(module) if quantization and (module == "fc" or in_layer) else None
-    if scheme is not None and is_linear and weight is not None and not may_be_dense:
+    must_be_packed = is_linear and (module == "fc" or in_layer) and not may_be_dense
+    if must_be_packed and scheme is not None and weight is not None:
         dense = f"{weight.where}{module}.weight is dense"
         found.problems.append(f"{dense}, but the quantization config names it ({scheme.name})")
 
 
-def _unpack_packed(
-    quantization: DraftQuantization | None,
-    module: str,
-    parts: Mapping[str, Stored],
-    shape: tuple[int, ...],
-    found: Unpacked,
-) -> None:
-    scheme = None if quantization is None else quantization.scheme_of(module)
+def _packed_problems(
+    scheme: Scheme | None, module: str, parts: Mapping[str, Stored], shape: tuple[int, ...]
+) -> Iterator[str]:
+    """Say what is wrong with a packed module's tensors, given by the last part of their names."""
     if scheme is None:
         part = next(filter(_is_packed_part, parts), "weight")
-        found.problems.append(
-            f"{parts[part].where}{module}.{part} ({parts[part].dtype}): the config names no quantization "
-            "for it in its quantization_config"
-        )
+        name = f"{parts[part].where}{module}.{part} ({parts[part].dtype})"
+        yield f"{name}: the config names no quantization for it in its quantization_config"
         return
     rows, columns = shape
-    problem = scheme.shape_problem(rows, columns)
-    if problem is not None:
-        found.problems.append(f"{module} ({scheme.name}): {problem}")
+    if (problem := scheme.shape_problem(rows, columns)) is not None:
+        yield f"{module} ({scheme.name}): {problem}"
         return
     known = scheme.parts(rows, columns) if (rows and columns) else {}
-    where = next(iter(parts.values())).where
-    before = len(found.problems)
     for part, stored in parts.items():
         name = f"{stored.where}{module}.{part}"
         if part == "bias":
-            found.shapes[f"{module}.bias"] = stored.shape
-        elif part not in known:
-            found.problems.append(f"{name}: {scheme.name} has no such tensor")
+            continue
+        if part not in known:
+            yield f"{name}: {scheme.name} has no such tensor"
         elif stored.dtype not in known[part].dtypes:
-            listed = ", ".join(known[part].dtypes)
-            found.problems.append(f"{name} is {stored.dtype}, expected {listed} of {scheme.name}")
+            yield f"{name} is {stored.dtype}, expected {', '.join(known[part].dtypes)} of {scheme.name}"
         elif stored.shape not in known[part].shapes:
             listed = " or ".join(dict.fromkeys(map(str, known[part].shapes)))
-            found.problems.append(f"{name} is {stored.shape}, expected {listed} of {scheme.name}")
+            yield f"{name} is {stored.shape}, expected {listed} of {scheme.name}"
         elif part == "weight_shape" and (values := tuple(stored.values[...].tolist())) != shape:
-            found.problems.append(f"{name} holds {values}, expected {shape}")
-    missing = (name for name, part in known.items() if part.is_required and name not in parts)
-    found.problems.extend(f"{where}{module}.{name}: missing, {scheme.name} needs it" for name in missing)
-    if len(found.problems) == before:
-        found.schemes[module] = scheme
-        found.shapes[f"{module}.weight"] = shape
+            yield f"{name} holds {values}, expected {shape}"
+    where = next(iter(parts.values())).where
+    for part in (part for part in known if known[part].is_required and part not in parts):
+        yield f"{where}{module}.{part}: missing, {scheme.name} needs it"
 
 
 def _fits(name: str, shape: tuple[int, ...], expected: tuple[int, ...], draft: DFlashDraftConfig) -> bool:

@@ -209,9 +209,7 @@ class DFlashDraftModel(BlockDraftModel):
         drafting = blocks[:, self.draft.num_idle_rows :].flatten(0, 1)
         drafted = self.to_target_ids(greedy_tokens(drafting, self.head))
         whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
-        return DraftOutput(
-            next_token_logits=None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole
-        )
+        return DraftOutput(None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole)
 
     def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         """Join anchors [num_blocks, 1] and drafted [num_blocks, B - 1] in allocated blocks."""

@@ -18,7 +18,6 @@ from sglang_dflash.srt.configs.draft_kinds import (
     DFLASH2_ARCHITECTURES,
     DFlash2DraftConfig,
     check_draft_fits_target,
-    depth_problem,
     find_mask_token,
     read_draft_config,
 )
@@ -348,11 +347,6 @@ def test_what_sglang_assumes_is_assumed_and_told():
     assert (draft.block_size, draft.mask_token, draft.mask_token_id) == (16, "<|MASK|>", None)
     assert len(draft.assumed()) == 2 and not parse().assumed()
     assert not parse(nested={"mask_token_id": None, "mask_token": "<mask>"}).assumed()
-
-
-def test_another_depth_is_told():
-    assert depth_problem(parse(), target()) is None
-    assert "num_target_layers is 12" in str(depth_problem(parse(), target(num_hidden_layers=36)))
 
 
 def test_every_mismatch_with_the_target_is_named_at_once():
