@@ -148,7 +148,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         server_args,
         SOURCE,
         # SGLang sizes KV reservations from steps and topk for every algorithm; a chain is 1 and 1.
-        dtype=_dtype_of_target(args.dtype, target_config),
+        dtype=_target_dtype(args.dtype, target_config),
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
@@ -212,7 +212,7 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -
     find_mask_token(draft, tokenizer, args.speculative_draft_model_path, target_tokens)
 
 
-def _dtype_of_target(given: str, target_text_config: Any) -> str:
+def _target_dtype(given: str, target_text_config: Any) -> str:
     """Return the target's dtype for `--dtype`, maybe auto; the draft has to have it too."""
     from sglang.srt.configs.model_config import _get_and_verify_dtype
 

@@ -224,14 +224,15 @@ def _report(packed: Sequence[PackedModule], layers: Sequence[PackedLayer]) -> No
     if kernels:
         listed = ", ".join(f"{count} on {name}" for name, count in kernels.items())
         logger.info("DFLASH draft: quantized layers (%s) run packed: %s.", schemes, listed)
-    dense = {layer.name: layer.reason for layer in layers if layer.kernel is None}
-    if not dense:
+    reasons: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.kernel is None:
+            reasons.setdefault(layer.reason, []).append(layer.name)
+    if not reasons:
         return
+    dense = {name for names in reasons.values() for name in names}
     size = sum(2 * m.rows * m.columns for m in packed if model_layer(m.name)[0] in dense) / 1e9
-    listed = "; ".join(
-        f"{reason}: {', '.join(name for name in dense if dense[name] == reason)}"
-        for reason in dict.fromkeys(dense.values())
-    )
+    listed = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items())
     logger.warning(
         "DFLASH draft: %d quantized layers are dequantized, to %.2f GB on all ranks. %s.",
         len(dense),

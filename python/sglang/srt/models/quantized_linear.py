@@ -358,8 +358,9 @@ def run_row_checks(checks: Iterable[RowCheck]) -> None:
 
 def device_capability() -> tuple[int, int] | None:
     """Return the compute capability of the GPU that layers are made on, or None."""
-    is_gpu = torch.get_default_device().type == "cuda"
-    return torch.cuda.get_device_capability() if is_gpu else None
+    if torch.get_default_device().type != "cuda":
+        return None
+    return torch.cuda.get_device_capability()
 
 
 def packed_layers_of(hf_config: Any) -> PackedLayers | None:
