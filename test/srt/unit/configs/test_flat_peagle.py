@@ -5,6 +5,7 @@ No published file was at hand: names and fields are those of their writers and r
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +15,18 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config
+from support.checkpoint_fields import GOOD_PEAGLE
 from support.engine import build
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo, tensors, write
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
+from sglang_dflash.srt.arg_groups.resolve import choose_block_size
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_formats import flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.draft_kinds import ALIASES, PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.fields import DraftConfigError
+from sglang_dflash.srt.configs.speculators_format import normalize
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 
@@ -124,3 +128,18 @@ def test_nemos_names_of_dflash_drafts(name, ours, tmp_path):
     found = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
     assert found.architectures == [ours]
     assert read_draft_config(found, "draft").block_size == config["block_size"]
+
+
+def test_the_trained_number_is_the_default_and_a_ceiling(caplog):
+    draft = read_draft_config(SimpleNamespace(**normalize(GOOD_PEAGLE, "ck")), "ck")
+    assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
+    flags = SimpleNamespace(speculative_num_draft_tokens=None, speculative_dflash_block_size=None)
+    assert choose_block_size(flags, draft) == 8
+    for block_size in (4, 8):
+        draft.check_arguments(block_size, window=None)
+    assert not caplog.records
+    draft.check_arguments(12, window=None)
+    [record] = caplog.records
+    assert "11 tokens" in record.getMessage() and "trained for 7" in record.getMessage()
+    with pytest.raises(ValueError, match="--speculative-draft-window-size"):
+        draft.check_arguments(8, window=64)

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import save_file
 from support.checkpoint_fields import GOOD, GOOD_DFLASH2, GOOD_PEAGLE, changed
 
-from sglang_dflash.srt.arg_groups.resolve import choose_block_size
-from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, PEagleDraftConfig, read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, read_draft_config
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import (
     normalize,
@@ -177,18 +176,3 @@ def test_the_library_s_defaults(tmp_path):
     bare = changed("eagle_aux_hidden_state_layer_ids", None, base=GOOD_PEAGLE)
     assert normalize(bare, "ck", target_layers=24)["dflash_config"]["target_layer_ids"] == [1, 11, 20]
     assert verifier_of(bare, "ck") == "some/target"
-
-
-def test_peagles_trained_number_is_the_default_and_a_ceiling(caplog):
-    draft = read(GOOD_PEAGLE)
-    assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
-    flags = SimpleNamespace(speculative_num_draft_tokens=None, speculative_dflash_block_size=None)
-    assert choose_block_size(flags, draft) == 8
-    for block_size in (4, 8):
-        draft.check_arguments(block_size, window=None)
-    assert not caplog.records
-    draft.check_arguments(12, window=None)
-    [record] = caplog.records
-    assert "11 tokens" in record.getMessage() and "trained for 7" in record.getMessage()
-    with pytest.raises(ValueError, match="--speculative-draft-window-size"):
-        draft.check_arguments(8, window=64)
