@@ -124,14 +124,14 @@ def write_context_kv_bytes(pair: Pair, batch: int) -> int:
     return batch * pair.block_size * row + BF16 * pair.draft.num_hidden_layers * pair.draft.head_dim
 
 
-def accept_greedy_bytes(pair: Pair, batch: int) -> int:
+def accept_blocks_bytes(pair: Pair, batch: int) -> int:
     return batch * (28 * pair.block_size + 24)
 
 
 SMALL_KERNELS = (
     ("`prepare_block`", "bs (24 + 28 B)", prepare_block_bytes),
     ("`write_context_kv`", "rows (2 KV + 4 head_dim + 16) + 2 layers head_dim", write_context_kv_bytes),
-    ("`accept_greedy`", "bs (28 B + 24)", accept_greedy_bytes),
+    ("`accept_blocks`", "bs (28 B + 24)", accept_blocks_bytes),
 )
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_dflash.kernels.ops.speculative import accept
-from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, complete_blocks_torch
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, accept_blocks_torch
 from sglang_dflash.srt.speculative.acceptance import rejection
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
@@ -52,4 +52,4 @@ def accepted_blocks(
 ) -> AcceptedBlocks:
     """Complete blocks whose logits are sound. committed: [bs] int64, lengths before the block."""
     committed = torch.zeros(len(accept_len), dtype=torch.int64) if committed is None else committed
-    return complete_blocks_torch(accept_len, tokens, torch.zeros(tokens.shape), committed, broken_token=-1)
+    return accept_blocks_torch(accept_len, tokens, torch.zeros(tokens.shape), committed, broken_token=-1)

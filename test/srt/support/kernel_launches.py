@@ -113,10 +113,8 @@ def launch_accept(is_decided: bool, is_relayed: bool, bs=4, width=16):
     tokens, best = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(bs, width)
     seq_lens = tokens[:, 0].contiguous()
     relay = accept.RelayTables(*torch.zeros(3, 64, dtype=torch.int64)) if is_relayed else None
-    if is_decided:
-        accept.complete_blocks_triton(seq_lens.int(), tokens, best, seq_lens, 151_936, relay)
-    else:
-        accept.accept_greedy_triton(tokens, tokens, best, seq_lens, 151_936, relay)
+    accept_len, block = (seq_lens.int(), None) if is_decided else (None, tokens)
+    accept.accept_blocks_triton(accept_len, tokens, best, seq_lens, 151_936, relay, block=block)
 
 
 def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool, bs=4, width=16):
@@ -209,10 +207,10 @@ CASES = {
     "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
     "choose_copies": (copy_ahead, "choose_copies_kernel", launch_choose_copies, ()),
     "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),
-    "accept_greedy": (accept, "accept_kernel", launch_accept, (False, False)),
-    "accept_greedy, relayed": (accept, "accept_kernel", launch_accept, (False, True)),
-    "complete_blocks": (accept, "accept_kernel", launch_accept, (True, False)),
-    "complete_blocks, relayed": (accept, "accept_kernel", launch_accept, (True, True)),
+    "accept_blocks": (accept, "accept_kernel", launch_accept, (False, False)),
+    "accept_blocks, relayed": (accept, "accept_kernel", launch_accept, (False, True)),
+    "accept_blocks, decided": (accept, "accept_kernel", launch_accept, (True, False)),
+    "accept_blocks, decided, relayed": (accept, "accept_kernel", launch_accept, (True, True)),
     "block_conv": (block_conv, "block_conv_kernel", launch_block_conv, ()),
     **{
         f"selector_walk, {name}": (selector_walk, "walk_kernel", launch_selector_walk, (draws,))

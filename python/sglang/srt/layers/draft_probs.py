@@ -9,15 +9,12 @@ import torch
 class DraftProbs:
     """Distributions that the drafted tokens were actually sampled from.
 
-    Attributes:
-        ids: [bs, B - 1, C] int64, candidates in target token ids. Candidates with a probability above zero
-            are distinct in a slot; the others are padding, any id of the vocabulary.
-        probs: [bs, B - 1, C] float32, sums to 1 over the candidates. A token outside the list has probability
-            0.
+    Candidates with a probability above zero are distinct in a slot. The others are padding, any id of the
+    vocabulary. A token outside the list has probability 0.
     """
 
-    ids: torch.Tensor
-    probs: torch.Tensor
+    ids: torch.Tensor  # [bs, B - 1, C] int64, candidates in target token ids
+    probs: torch.Tensor  # [bs, B - 1, C] float32, sums to 1 over the candidates
 
     def prob_of(self, drafted: torch.Tensor) -> torch.Tensor:
         """Look up the probability that each token of drafted [bs, B - 1] had, [bs, B - 1]."""

@@ -120,7 +120,7 @@ def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
 
     Two, because under overlap `kv_committed_len` is one step behind the running forward. If slots are short
     and the pool has room, requests get two more. A row of the request table holds
-    the context and a block. That suffices, as lengths end with the context (`accept_greedy`).
+    the context and a block. That suffices, as lengths end with the context (`accept_blocks`).
     """
     reqs, allocator = batch.reqs, batch.token_to_kv_pool_allocator
     page, table = allocator.page_size, batch.req_to_token_pool.req_to_token

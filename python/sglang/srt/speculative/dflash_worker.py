@@ -28,11 +28,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.srt.compat import resolve_draft_layout
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_plans import (
-    count_cycle_without_graph,
-    counts,
-    plans_blocks,
-)
+from sglang_dflash.srt.layers.attention.flashinfer_plans import count, counts, plans_blocks
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
@@ -199,7 +195,7 @@ class DFlashWorker(BaseSpecWorker):
     @property
     def plan_report(self) -> dict[str, Any]:
         """Counts of FlashInfer plans and of waits for lengths, for `/server_info`."""
-        return counts.report()
+        return dict(counts)
 
     @property
     def copy_report(self) -> dict[str, Any]:
@@ -288,7 +284,7 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, plan, on_publish, grammar_barrier)
         if self._has_graph_plans and not result.can_run_cuda_graph:
-            count_cycle_without_graph(len(batch.reqs))
+            count("cycles_without_graph", f"no CUDA graph was captured for {len(batch.reqs)} requests")
         cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
         if self._plans_within_bounds or verify_len == 1:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs

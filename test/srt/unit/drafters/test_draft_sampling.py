@@ -203,7 +203,6 @@ def test_nothing_to_draft(bs, slots):
         ({"temperature_scale": 0.0}, "temperature_scale must be positive, got 0.0"),
         ({"temperature_scale": float("nan")}, "temperature_scale must be positive, got nan"),
         ({"sampled_slots": -1}, "sampled_slots must not be negative, got -1"),
-        ({"candidates": 0}, "candidates must be at least 1, got 0"),
     ],
 )
 def test_impossible_settings_are_refused(setting, message):

@@ -313,7 +313,7 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
 
 
 def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Return arguments of accept_greedy.
+    """Return drafted blocks, the target's tokens, and the next arguments of accept_blocks.
 
     Rows agree up to a random slot, and by chance beyond it. Some logits are broken.
     """
@@ -333,56 +333,40 @@ def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[t
 @given(
     st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17), st.sampled_from([2**39, accept.NO_LIMIT])
 )
-def test_accept_greedy_equals_its_twin(seed, bs, block_size, longest):
-    arguments = (*random_verdicts(seed, bs, block_size, DEVICE), None, longest)
-    want = accept.accept_greedy_torch(*arguments)
-    tokens, target_tokens, *rest = arguments
-    accept_len = accept.accept_matching_prefix(tokens, target_tokens)
-    for got in (
-        accept.accept_greedy_triton(*arguments),
-        accept.complete_blocks_triton(accept_len, target_tokens, *rest),
-    ):
-        for name, value in want._asdict().items():
-            assert getattr(got, name).dtype == value.dtype, name
-            assert torch.equal(getattr(got, name), value), name
-
-
-@against_twin
-def test_relayed_lengths_equals_its_twin():
-    arguments = random_verdicts(3, 5, 8, DEVICE)
-    tokens, target_tokens, *rest = arguments
-    accept_len = accept.accept_matching_prefix(tokens, target_tokens)
-    rows = torch.tensor([6, 0, 3, 8, 1], device=DEVICE)
+def test_accept_blocks_equals_its_twin(seed, bs, block_size, longest):
+    """Whether it decides or is told, also in the tables for the next step."""
+    drafted, tokens, *rest = random_verdicts(seed, bs, block_size, DEVICE)
+    rows = torch.randperm(bs + 4, generator=torch.Generator().manual_seed(seed))[:bs].to(DEVICE)
+    accept_len = accept.accept_matching_prefix(drafted, tokens)
     made = []
-    for run, inputs in (
-        (accept.accept_greedy_torch, arguments),
-        (accept.accept_greedy_triton, arguments),
-        (accept.complete_blocks_torch, (accept_len, target_tokens, *rest)),
-        (accept.complete_blocks_triton, (accept_len, target_tokens, *rest)),
-    ):
-        tables = torch.full((2, 9), -1, device=DEVICE)
-        got = run(*inputs, accept.RelayTables(rows, *tables))
-        assert torch.equal(tables[0][rows], got.committed) and torch.equal(tables[1][rows], got.bonus)
-        made.append(tables)
-    assert all(torch.equal(tables, made[0]) for tables in made)
-    assert (made[0] == -1).sum() == 2 * (9 - len(rows)), "rows of other requests"
+    for run in (accept.accept_blocks_torch, accept.accept_blocks_triton):
+        for decided, block_to_decide in ((None, drafted), (accept_len, None)):
+            tables = torch.full((2, bs + 4), -1, device=DEVICE)
+            relay = accept.RelayTables(rows, *tables)
+            made.append(
+                {**run(decided, tokens, *rest, relay, longest, block_to_decide)._asdict(), "tables": tables}
+            )
+    for got in made[1:]:
+        for name, value in made[0].items():
+            assert got[name].dtype == value.dtype and torch.equal(got[name], value), name
+    assert torch.equal(tables[0][rows], got["committed"]) and torch.equal(tables[1][rows], got["bonus"])
+    assert (tables == -1).sum() == 2 * 4, "rows of other requests"
 
 
 @against_twin
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_broken_logits_of_half_the_width_equals_its_twin(dtype):
-    tokens, target_tokens, best, *rest = random_verdicts(5, 9, 8, DEVICE)
-    arguments = tokens, target_tokens, best.to(dtype), *rest
-    got, want = accept.accept_greedy_triton(*arguments), accept.accept_greedy_torch(*arguments)
+    drafted, tokens, best, *rest = random_verdicts(5, 9, 8, DEVICE)
+    runs = accept.accept_blocks_triton, accept.accept_blocks_torch
+    got, want = (run(None, tokens, best.to(dtype), *rest, block=drafted) for run in runs)
     assert torch.equal(got.reported, want.reported) and (want.reported == rest[-1]).any()
 
 
 def test_accepted_blocks():
     """All kept; none kept, and a later match that does not count."""
     tokens, target_tokens = torch.tensor([[[5, 1, 2], [5, 9, 2]], [[1, 2, 3], [1, 2, 3]]])
-    got = accept.accept_greedy(
-        tokens, target_tokens, torch.zeros(2, 3), torch.tensor([10, 2**40]), broken_token=9
-    )
+    committed = torch.tensor([10, 2**40])
+    got = accept.accept_blocks(None, target_tokens, torch.zeros(2, 3), committed, 9, block=tokens)
     rows = [[1, 2, 3], [1, 2, 3]]
     assert [x.tolist() for x in got] == [[2, 0], [3, 1], [3, 1], [13, 2**40 + 1], rows, rows]
     assert [x.dtype for x in got] == [torch.int32, torch.int32, *[torch.int64] * 4]
@@ -391,9 +375,7 @@ def test_accepted_blocks():
 def test_no_length_exceeds_the_longest():
     tokens, relayed = torch.tensor([[5, 1, 2], [5, 1, 2]]), torch.zeros(2, 2, dtype=torch.int64)
     committed, tables = torch.tensor([94, 98]), accept.RelayTables(torch.tensor([0, 1]), *relayed)
-    got = accept.accept_greedy(
-        tokens, tokens.roll(-1, 1), torch.zeros(2, 3), committed, 9, tables, longest=100
-    )
+    got = accept.accept_blocks(None, tokens.roll(-1, 1), torch.zeros(2, 3), committed, 9, tables, 100, tokens)
     assert got.commit_lens.tolist() == [3, 3] and got.committed.tolist() == [97, 100]
     assert tables.lengths.tolist() == [97, 100]
 
@@ -407,7 +389,7 @@ def test_broken_logits_end_a_request_where_they_are_output(value):
     tokens, target_tokens = torch.tensor([[5, 1, 2, 8], [5, 9, 2, 8]]), torch.tensor([[1, 2, 3, 4]] * 2)
     best = torch.zeros(2, 4)
     best[:, 1] = value
-    got = accept.accept_greedy(tokens, target_tokens, best, torch.tensor([10, 10]), broken_token=9)
+    got = accept.accept_blocks(None, target_tokens, best, torch.tensor([10, 10]), 9, block=tokens)
     assert got.accept_len.tolist() == [2, 0]
     assert got.reported.tolist() == [[9, 9, 9, 9], [1, 2, 3, 4]]
     assert got.bonus.tolist() == [3, 1]  # what the next cycle works on stays in the vocabulary
@@ -602,8 +584,6 @@ BYTES = pool_buffers(dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("k_buffers", "v_buffers", "dtype", "message"),
     [
-        ([], [], None, "K and V for every layer, got 0 and 0"),
-        (pool_buffers(2), pool_buffers(1), None, "got 2 and 1"),
         (pool_buffers(), pool_buffers(dtype=torch.float16), None, "must be alike"),
         (pool_buffers(), pool_buffers(shape=(8, 2, 80)), None, "must be alike"),
         (pool_buffers(1), [torch.zeros(8, 4, 64, dtype=torch.bfloat16)[:, :2]], None, "must be alike"),
@@ -644,7 +624,8 @@ def test_no_kernel_synchronises_with_the_host():
     arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
 
     def cycle():
-        prepared, accepted = block.prepare_block(*blocks), accept.accept_greedy(*verdicts)
+        prepared = block.prepare_block(*blocks)
+        accepted = accept.accept_blocks(None, *verdicts[1:], block=verdicts[0])
         context_kv.write_context_kv(*arguments, accept_len=accepted.accept_len, block_size=16)
         peagle_rows.append_rows(*appended[:-1], None, appended[-1])
         return *prepared, *accepted
@@ -663,7 +644,7 @@ def test_no_kernel_synchronises_with_the_host():
         current.copy_(other)
     buffers.fill_(torch.nan)
     graph.replay()
-    accepted = accept.accept_greedy_torch(*verdicts)
+    accepted = accept.accept_blocks_torch(None, *verdicts[1:], block=verdicts[0])
     for got, want in zip(captured, (*block.prepare_block_torch(*blocks), *accepted), strict=True):
         assert torch.equal(got, want)
     options = {"accept_len": accepted.accept_len, "block_size": 16}

@@ -153,9 +153,9 @@ def test_exact_lengths_are_planned_as_they_are():
 
 def test_without_a_plan_the_device_is_asked(caplog, monkeypatch):
     monkeypatch.setattr("sglang_dflash.srt.layers.attention.flashinfer_plans.choose_chunk", lambda *_: None)
-    graph, before = Graph(1), counts.report().get("exact_plans", 0)
+    graph, before = Graph(1), counts["exact_plans"]
     made = graph.replay([300], [40], [270])
-    assert made.lengths == [270] and counts.report()["exact_plans"] == before + 1
+    assert made.lengths == [270] and counts["exact_plans"] == before + 1
 
 
 def test_a_plan_that_does_not_hold_is_made_again(monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT, ROOT, TARGET
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from support.engine import Pools, build
 from transformers import AutoModelForCausalLM
 
@@ -74,9 +75,8 @@ def step_logits(draft: PEagleDraftModel, tokens: list[int], aux_hidden: torch.Te
     )
     batch = pools.blocks(rows, [0])
     fused = torch.cat((draft.fuse(aux_hidden[:real]), draft.fused_mask.expand(drafted - 1, -1)))
-    batch.spec_info = PEagleVerifyInput.of_rows(
-        rows.shape[1], PEagleRows(fused, first_drafting=torch.tensor([real - 1]), num_drafting=drafted)
-    )
+    draft_rows = PEagleRows(fused, first_drafting=torch.tensor([real - 1]), num_drafting=drafted)
+    batch.spec_info = PEagleVerifyInput(rows.shape[1], CaptureHiddenMode.NULL, draft_rows=draft_rows)
     return torch.nn.functional.linear(pools.forward(draft, batch).hidden_states, draft.head.weight)
 
 
@@ -143,7 +143,7 @@ def test_a_captured_graph_finds_its_rows(draft):
     for rows in (blocks, None):
         batch = pools.blocks(tokens, [0, 0])
         if rows is not None:
-            batch.spec_info = PEagleVerifyInput.of_rows(6, rows)
+            batch.spec_info = PEagleVerifyInput(6, CaptureHiddenMode.NULL, draft_rows=rows)
         draft.blocks(2).fused.copy_(fused)
         outputs.append(pools.forward(draft, batch))
     assert torch.equal(outputs[0].hidden_states, outputs[1].hidden_states)

@@ -5,7 +5,7 @@ import torch
 from gpu.shapes import QWEN3_8B
 from serving import ROOT
 
-from sglang_dflash.kernels.ops.speculative.accept import accept_greedy_torch
+from sglang_dflash.kernels.ops.speculative.accept import accept_blocks_torch
 from sglang_dflash.kernels.ops.speculative.block import prepare_block_torch
 
 
@@ -41,6 +41,6 @@ def test_roofline_counts_the_small_kernels_tensors():
     max_logits = torch.zeros(bs, block_size)
     # The reported tokens are a copy with a token outside the vocabulary for broken logits, or on a CPU the
     # output tokens themselves.
-    *outputs, _, reported = accept_greedy_torch(tokens, tokens, max_logits, per_request[0], 7)
+    *outputs, _, reported = accept_blocks_torch(None, tokens, max_logits, per_request[0], 7, block=tokens)
     read = total([tokens[:, 1:], tokens, max_logits, per_request[0]])
-    assert roofline.accept_greedy_bytes(QWEN3_8B, bs) == read + total([*outputs, reported])
+    assert roofline.accept_blocks_bytes(QWEN3_8B, bs) == read + total([*outputs, reported])

@@ -15,38 +15,23 @@ NO_LIMIT = 2**63 - 1
 
 
 class AcceptedBlocks(NamedTuple):
-    """Verified blocks and the lengths that follow from them.
+    """Verified blocks and the lengths that follow from them."""
 
-    Attributes:
-        accept_len: [bs] int32, accepted drafted tokens. The bonus token is not counted.
-        commit_lens: [bs] int32, accept_len + 1.
-        bonus: [bs] int64, the target's token after the accepted ones. It is the next block's anchor.
-        committed: [bs] int64, tokens with committed KV after this block, at most `longest`.
-        tokens: [bs, B] int64. The first commit_lens[i] of row i are its output. Others have no meaning.
-        reported: [bs, B] int64, `tokens` for the scheduler. A request with broken logits among its output
-            reports `broken_token` alone.
-    """
-
-    accept_len: torch.Tensor
-    commit_lens: torch.Tensor
-    bonus: torch.Tensor
-    committed: torch.Tensor
-    tokens: torch.Tensor
+    accept_len: torch.Tensor  # [bs] int32, accepted drafted tokens, without the bonus token
+    commit_lens: torch.Tensor  # [bs] int32, accept_len + 1
+    bonus: torch.Tensor  # [bs] int64, the target's token after the accepted ones, the next block's anchor
+    committed: torch.Tensor  # [bs] int64, tokens with committed KV after this block, at most `longest`
+    tokens: torch.Tensor  # [bs, B] int64, of which the first commit_lens[i] of row i are its output
+    # [bs, B] int64, `tokens` for the scheduler, or `broken_token` alone if logits of the output are broken.
     reported: torch.Tensor
 
 
 class RelayTables(NamedTuple):
-    """Tables by request row: the lengths and anchors of the next step.
+    """Tables by request row: the lengths and anchors of the next step."""
 
-    Attributes:
-        rows: [bs] int64, rows of the requests.
-        lengths: [R] int64, takes `AcceptedBlocks.committed`.
-        anchors: [R] int64, takes `AcceptedBlocks.bonus`.
-    """
-
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    anchors: torch.Tensor
+    rows: torch.Tensor  # [bs] int64, of the requests
+    lengths: torch.Tensor  # [R] int64, takes `AcceptedBlocks.committed`
+    anchors: torch.Tensor  # [R] int64, takes `AcceptedBlocks.bonus`
 
 
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> torch.Tensor:
@@ -67,73 +52,44 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
     return matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
 
 
-def accept_greedy(
-    block: torch.Tensor,
-    target_tokens: torch.Tensor,
-    max_logits: torch.Tensor,
-    committed: torch.Tensor,
-    broken_token: int,
-    relay: RelayTables | None = None,
-    longest: int = NO_LIMIT,
-) -> AcceptedBlocks:
-    """Accept drafted tokens by `accept_matching_prefix`.
-
-    One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits: per
-    request B - 1 drafted tokens, B of the target's, B logits and one length read, B + 2 int64 and two int32
-    written. A relay adds three int64.
-
-    Args:
-        block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens.
-        target_tokens: [bs, B] int64, entry k the target's token after block position k.
-        max_logits: [bs, B] float, the largest logit at each position. NaN or infinite: the logits are broken.
-        committed: [bs] int64, tokens with committed KV before the block.
-        broken_token: id outside the vocabulary, at which SGLang ends a request.
-        relay: tables to write lengths and bonus tokens to as well.
-        longest: the most tokens of a text. Under overlap a request that has reached its end runs once more.
-            Its next block then begins here, so that all of it stays in the request table.
-    """
-    run = accept_greedy_triton if block.is_cuda else accept_greedy_torch
-    return run(block, target_tokens, max_logits, committed, broken_token, relay, longest)
-
-
-def complete_blocks(
-    accept_len: torch.Tensor,
+def accept_blocks(
+    accept_len: torch.Tensor | None,
     tokens: torch.Tensor,
     max_logits: torch.Tensor,
     committed: torch.Tensor,
     broken_token: int,
     relay: RelayTables | None = None,
     longest: int = NO_LIMIT,
+    block: torch.Tensor | None = None,
 ) -> AcceptedBlocks:
-    """Add bonus tokens and lengths to blocks that another rule accepted.
+    """Add bonus tokens and lengths to accepted drafted tokens, or decide these too.
+
+    One launch on CUDA, without host synchronisation. Moves bs * (28 B + 24) bytes with float32 logits if it
+    decides: per request B - 1 drafted tokens, B of the target's, B logits and one length read, B + 2 int64
+    and two int32 written. A relay adds three int64.
 
     Args:
-        accept_len: [bs] int32, accepted drafted tokens.
-        tokens: [bs, B] int64, the accepted tokens, then the bonus token, then ids without a meaning.
-        max_logits: [bs, B] float, as in `accept_greedy`.
-        committed: [bs] int64, as in `accept_greedy`.
-        broken_token: as in `accept_greedy`.
-        relay: as in `accept_greedy`.
-        longest: as in `accept_greedy`.
+        accept_len: [bs] int32, accepted drafted tokens. None: those of `accept_matching_prefix`.
+        tokens: [bs, B] int64, the accepted tokens, then the bonus token, then ids without a meaning. To
+            decide, entry k is the target's token after block position k.
+        max_logits: [bs, B] float, the largest logit at each position. NaN or infinite: the logits are broken.
+        committed: [bs] int64, tokens with committed KV before the block.
+        broken_token: id outside the vocabulary, at which SGLang ends a request.
+        relay: tables to write lengths and bonus tokens to as well.
+        longest: the most tokens of a text. Under overlap a request that has reached its end runs once more.
+            Its next block then begins here, so that all of it stays in the request table.
+        block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens. None, with `accept_len`.
     """
-    run = complete_blocks_triton if max_logits.is_cuda else complete_blocks_torch
-    return run(accept_len, tokens, max_logits, committed, broken_token, relay, longest)
+    run = accept_blocks_triton if max_logits.is_cuda else accept_blocks_torch
+    return run(accept_len, tokens, max_logits, committed, broken_token, relay, longest, block)
 
 
-def accept_greedy_torch(
-    block, target_tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
+def accept_blocks_torch(
+    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT, block=None
 ) -> AcceptedBlocks:
-    """Run `accept_greedy` in PyTorch, on any device."""
-    accept_len = accept_matching_prefix(block, target_tokens)
-    return complete_blocks_torch(
-        accept_len, target_tokens, max_logits, committed, broken_token, relay, longest
-    )
-
-
-def complete_blocks_torch(
-    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
-) -> AcceptedBlocks:
-    """Run `complete_blocks` in PyTorch, on any device, with a read on the host."""
+    """Run `accept_blocks` in PyTorch, on any device, with a read on the host."""
+    if accept_len is None:
+        accept_len = accept_matching_prefix(block, tokens)
     commit_lens = accept_len + 1
     bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
     reported, is_broken = tokens, ~max_logits.isfinite()
@@ -146,24 +102,13 @@ def complete_blocks_torch(
     return AcceptedBlocks(accept_len, commit_lens, bonus, new_committed, tokens, reported)
 
 
-def accept_greedy_triton(
-    block, target_tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT
-) -> AcceptedBlocks:
-    """Run `accept_greedy` as a Triton kernel. Tensors are contiguous."""
-    assert block.is_contiguous()
-    accept_len = committed.new_empty((committed.numel(),), dtype=torch.int32)
-    return complete_blocks_triton(
-        accept_len, target_tokens, max_logits, committed, broken_token, relay, longest, block
-    )
-
-
-def complete_blocks_triton(
+def accept_blocks_triton(
     accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT, block=None
 ) -> AcceptedBlocks:
-    """Run `complete_blocks` as a Triton kernel. Tensors are contiguous.
-
-    If `block` is given, the kernel also decides, and writes `accept_len`.
-    """
+    """Run `accept_blocks` as a Triton kernel. Tensors are contiguous."""
+    if accept_len is None:
+        accept_len = torch.empty_like(committed, dtype=torch.int32)
+        assert block.is_contiguous()
     assert all(t.is_contiguous() for t in (tokens, max_logits, committed, accept_len))
     bs, block_size = tokens.shape
     accepted = AcceptedBlocks(
@@ -209,7 +154,7 @@ def accept_kernel(
     longest,
     BLOCK: tl.constexpr,
 ):
-    """Accept the block of one request."""
+    """Accept the block of one request. If `block` is given, `accept_len` is written."""
     request = tl.program_id(0)
     slot = tl.arange(0, BLOCK)
     inside = slot < block_size

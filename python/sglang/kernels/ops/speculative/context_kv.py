@@ -24,26 +24,15 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, slots=True)
 class KVPoolPointers:
-    """Addresses of a KV pool for one kernel.
+    """Addresses of a KV pool for one kernel, copied to the device. Made once, after the pool."""
 
-    Build the object once, after the pool: the constructor copies addresses to the device.
-
-    Attributes:
-        k_buffers: per layer [slots, kv_heads, head_dim] of `dtype`; held to keep the addresses valid.
-        v_buffers: as `k_buffers`.
-        k_addresses: [layers] int64 on the pool's device, the start of each buffer.
-        v_addresses: as `k_addresses`.
-        slot_stride: elements from one slot to the next.
-        slot_alignment: bytes, at most 16, that divide every slot's address. No thread may write more at once.
-    """
-
-    k_buffers: tuple[torch.Tensor, ...]
+    k_buffers: tuple[torch.Tensor, ...]  # per layer [slots, kv_heads, head_dim] of `dtype`
     v_buffers: tuple[torch.Tensor, ...]
-    k_addresses: torch.Tensor
+    k_addresses: torch.Tensor  # [layers] int64 on the pool's device, the start of each buffer
     v_addresses: torch.Tensor
     dtype: torch.dtype
-    slot_stride: int
-    slot_alignment: int
+    slot_stride: int  # elements from one slot to the next
+    slot_alignment: int  # bytes, at most 16, that divide every slot's address: the most to write at once
 
     @classmethod
     def from_pools(
@@ -60,9 +49,6 @@ class KVPoolPointers:
             ValueError: buffers differ, have a dtype that the kernel does not write, or do not hold one
                 contiguous [kv_heads, head_dim] row per slot (SGLang's "nhd" layout).
         """
-        if not k_buffers or len(k_buffers) != len(v_buffers):
-            counts = f"{len(k_buffers)} and {len(v_buffers)}"
-            raise ValueError(f"a KV pool needs K and V for every layer, got {counts} buffers")
         buffers = [*k_buffers, *v_buffers]
         dtype = dtype or buffers[0].dtype
         layouts = {(b.dtype, tuple(b.shape), b.stride(), b.device) for b in buffers}

@@ -25,33 +25,19 @@ class CopyRule:
     A copy is preferred if its score is at least the accepted share of drafts. The score is the accepted share
     of copies times the trust in a match of this length. Any values are lossless; these were chosen on the
     bundled pair, among the rules in benchmark/results/copy-rules.md.
-
-    Attributes:
-        longest: most last tokens of a text that are compared. A copy itself fills its block.
-        shortest: least tokens of a match.
-        medium: length from which a match is trusted as `trust_medium`.
-        long: length from which a match is trusted as 1.
-        trust_short: trust in a match below `medium`.
-        trust_medium: trust in a match below `long`.
-        copies_follow: update rate of the record of copies, per cycle.
-        drafts_follow: update rate of the record of drafts, per cycle.
-        retry: rate at which a record recovers per cycle that passes a match over, so that copies are tried
-            again.
-        copies_start: record of copies of a new request.
-        drafts_start: record of drafts of a new request.
     """
 
-    longest: int = 16
-    shortest: int = 3
-    medium: int = 5
-    long: int = 8
-    trust_short: float = 0.4
-    trust_medium: float = 0.7
-    copies_follow: float = 0.125
-    drafts_follow: float = 0.125
-    retry: float = 1 / 256
-    copies_start: float = 1.0
-    drafts_start: float = 0.3
+    longest: int = 16  # most last tokens of a text that are compared. A copy itself fills its block
+    shortest: int = 3  # least tokens of a match
+    medium: int = 5  # length from which a match is trusted as `trust_medium`
+    long: int = 8  # length from which a match is trusted as 1
+    trust_short: float = 0.4  # trust in a match below `medium`
+    trust_medium: float = 0.7  # trust in a match below `long`
+    copies_follow: float = 0.125  # update rate of the record of copies, per cycle
+    drafts_follow: float = 0.125  # update rate of the record of drafts, per cycle
+    retry: float = 1 / 256  # recovery of a record per cycle that passes a match over: copies are tried again
+    copies_start: float = 1.0  # record of copies of a new request
+    drafts_start: float = 0.3  # record of drafts of a new request
 
 
 RULE = CopyRule()

@@ -12,52 +12,33 @@ from sglang_dflash.kernels.ops.speculative.block import PADDING_SLOT
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Verified rows, by row of the request table, B columns.
+    """Verified rows, by row of the request table, B columns."""
 
-    Attributes:
-        tokens: [rows, B] int64.
-        fused: [rows, B, hidden], the target's fused state before each token.
-        count: [rows] int64, number of valid columns.
-        was_run: [rows] int32, 1 if the draft has run these columns, so that the next ones replace them.
-    """
-
-    tokens: torch.Tensor
-    fused: torch.Tensor
-    count: torch.Tensor
-    was_run: torch.Tensor
+    tokens: torch.Tensor  # [rows, B] int64
+    fused: torch.Tensor  # [rows, B, hidden], the target's fused state before each token
+    count: torch.Tensor  # [rows] int64, number of valid columns
+    was_run: torch.Tensor  # [rows] int32, 1 if the draft has run these columns: the next ones replace them
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """Request tables of target and draft, and the layout of a block.
+    """Request tables of target and draft, and the layout of a block."""
 
-    Attributes:
-        source: [rows, max_len] int32, the target's table.
-        table: [rows, max_len] int32, the draft's table, row i beside token i + 1.
-        last_start: a block begins with its first pending row, but not after this row. None: it begins at row
-            max(0, n - B), which a host that knows n knows as well.
-    """
-
-    source: torch.Tensor
-    table: torch.Tensor
+    source: torch.Tensor  # [rows, max_len] int32, the target's table
+    table: torch.Tensor  # [rows, max_len] int32, the draft's table, row i beside token i + 1
     mask_token_id: int
+    # A block begins with its first pending row, but not after this row. None: it begins at row max(0, n - B),
+    # which a host that knows n knows as well.
     last_start: int | None = None
 
 
 class Rows(NamedTuple):
-    """Rows of bs blocks of D = 2 (B - 1) rows.
+    """Rows of bs blocks of D = 2 (B - 1) rows, all int64."""
 
-    Attributes:
-        tokens: [bs, D] int64.
-        positions: [bs, D] int64.
-        cache_loc: [bs * D] int64, the KV slot of each row.
-        start: [bs] int64, the first row.
-    """
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    cache_loc: torch.Tensor
-    start: torch.Tensor
+    tokens: torch.Tensor  # [bs, D]
+    positions: torch.Tensor  # [bs, D]
+    cache_loc: torch.Tensor  # [bs * D], the KV slot of each row
+    start: torch.Tensor  # [bs], the first row
 
 
 def prepare_rows(

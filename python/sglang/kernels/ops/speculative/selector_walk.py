@@ -9,17 +9,11 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates of bs blocks of S slots.
+    """Candidates of bs blocks of S slots."""
 
-    Attributes:
-        ids: [bs, S, K] int64, distinct in a slot.
-        unary: [bs, S, K] float32, their base logits.
-        gate: [bs, S, r].
-    """
-
-    ids: torch.Tensor
-    unary: torch.Tensor
-    gate: torch.Tensor
+    ids: torch.Tensor  # [bs, S, K] int64, distinct in a slot
+    unary: torch.Tensor  # [bs, S, K] float32, their base logits
+    gate: torch.Tensor  # [bs, S, r]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +21,14 @@ class Draw:
     """Parameters of a sampled walk.
 
     The filters are joint and look at the distribution over the K candidates at the request's temperature.
-
-    Attributes:
-        temperature: [bs] float.
-        top_p: [bs] float.
-        min_p: [bs] float.
-        top_k: [bs] int; 1 takes the best, as for SGLang's greedy requests.
-        uniforms: [bs, S] in [0, 1).
-        slots: number of slots that are sampled; later ones take the best.
     """
 
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    uniforms: torch.Tensor
-    slots: int
+    temperature: torch.Tensor  # [bs] float
+    top_k: torch.Tensor  # [bs] int; 1 takes the best, as for SGLang's greedy requests
+    top_p: torch.Tensor  # [bs] float
+    min_p: torch.Tensor  # [bs] float
+    uniforms: torch.Tensor  # [bs, S] in [0, 1)
+    slots: int  # number of slots that are sampled; later ones take the best
 
 
 def walk_triton(

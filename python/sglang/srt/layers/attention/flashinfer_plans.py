@@ -38,10 +38,12 @@ def accepts_bounds(backend: Any) -> bool:
     parts = getattr(backend, "full_attn_backend", None), getattr(backend, "linear_attn_backend", None)
     if None not in parts:  # a hybrid target
         return all(map(accepts_bounds, parts))
-    return _plans_blocks(backend)
+    return plans_blocks(backend)
 
 
-def _plans_blocks(backend: Any) -> bool:
+def plans_blocks(backend: Any) -> bool:
+    """Tell whether the plans of a backend's CUDA graphs are made here."""
+    backend = getattr(backend, "full_attn_backend", backend)
     is_ours: bool = type(backend) is backend_class()
     return (
         is_ours
@@ -51,16 +53,6 @@ def _plans_blocks(backend: Any) -> bool:
         and not backend.use_sliding_window_kv_pool
         and not backend.is_nvfp4_kvcache
     )
-
-
-def plans_blocks(backend: Any) -> bool:
-    """Tell whether the plans of a backend's CUDA graphs are made here."""
-    return _plans_blocks(getattr(backend, "full_attn_backend", backend))
-
-
-def count_cycle_without_graph(num_requests: int) -> None:
-    """Count a cycle that no CUDA graph could run, for which FlashInfer's own plans wait."""
-    counts.add("cycles_without_graph", f"no CUDA graph was captured for a batch of {num_requests} requests")
 
 
 @functools.cache
@@ -76,7 +68,7 @@ def backend_class() -> type:
             """Plan a forward, before its CUDA graph is captured or replayed."""
             spec_info = forward_batch.spec_info
             is_block = forward_batch.forward_mode.is_target_verify() and hasattr(spec_info, "spread")
-            if not is_block or not _plans_blocks(self):
+            if not is_block or not plans_blocks(self):
                 return super().init_forward_metadata_out_graph(forward_batch, in_capture)
             layout = spec_info.ragged_verify_layout
             size = forward_batch.batch_size if layout is None else layout.graph_num_tokens
@@ -122,7 +114,7 @@ class Staging:
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if not copied.query():
-            counts.add("waits_for_a_buffer", "the plan before the last is still being copied")
+            count("waits_for_a_buffer", "the plan before the last is still being copied")
             copied.synchronize()
         return self._buffers[self._turn]
 
@@ -131,25 +123,14 @@ class Staging:
         self._copied[self._turn].record()
 
 
-class PlanCounts:
-    """Counts of plans, and of exceptions. Each kind of exception is logged once."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def add(self, kind: str, reason: str = "") -> None:
-        """Count an event, and log its reason: why the host waits for the device."""
-        if reason and not self._counts[kind]:
-            logger.warning("DFLASH: the host waits for the device before it plans: %s.", reason)
-        self._counts[kind] += 1
-
-    def report(self) -> dict[str, int]:
-        """Return the counts for `/server_info`."""
-        return dict(self._counts)
+counts: Counter[str] = Counter()  # of plans and exceptions, for `/server_info`. A process has one worker
 
 
-# A process has one worker.
-counts = PlanCounts()
+def count(kind: str, reason: str = "") -> None:
+    """Count an event. Log why the host waits for the device, if it does, once for each kind."""
+    if reason and not counts[kind]:
+        logger.warning("DFLASH: the host waits for the device before it plans: %s.", reason)
+    counts[kind] += 1
 
 
 class BlockPlan:
@@ -165,12 +146,6 @@ class BlockPlan:
         heads: of queries, of keys, and their dimension.
         keys: offsets and key indices, which the wrapper reads.
         staging: buffers of the backend.
-
-    Attributes:
-        wrapper: as given.
-        keys: as given.
-        least: [bs], lower bounds of the keys of each request in the next plan.
-        most: [bs], upper bounds of the keys of each request in the next plan.
     """
 
     def __init__(
@@ -193,7 +168,7 @@ class BlockPlan:
         self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)
         self._layout: list[int] = []  # plan information that the graph is captured with
         self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
-        self.least: list[int] = []
+        self.least: list[int] = []  # bounds of the keys of each request in the next plan
         self.most: list[int] = []
 
     def prepare(self, forward_batch: Any) -> None:
@@ -231,10 +206,10 @@ class BlockPlan:
         choice = choose_chunk(self.least, self.most, tiles, capacity)
         if choice is not None:
             layout, chunk = self._plan(choice.lengths, choice.fixed_chunk)
-            counts.add("plans")
+            count("plans")
         if choice is None or layout != self._layout or not holds(chunk, self.least, self.most):
             self.most = self.least = self.keys.offsets.diff().cpu().tolist()
-            counts.add("exact_plans", f"no plan holds for every length within the bounds ({choice})")
+            count("exact_plans", f"no plan holds for every length within the bounds ({choice})")
             layout, chunk = self._plan(self.most, None)
             assert layout == self._layout, "FlashInfer's layout of a graph's plans has changed"
         if self._check is not None:
@@ -338,7 +313,7 @@ class ChunkCheck:
                     f"DFLASH: FlashInfer was planned for {planned} chunks of {chunk} keys, and the device "
                     f"found {found}: its output was wrong. Please report this."
                 )
-            counts.add("checked_plans")
+            count("checked_plans")
 
 
 def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:

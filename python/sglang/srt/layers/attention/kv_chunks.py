@@ -18,17 +18,11 @@ _LEAST_CHUNK = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkChoice:
-    """Input of a plan whose chunk counts hold for every length within the bounds.
+    """Input of a plan whose chunk counts hold for every length within the bounds."""
 
-    Attributes:
-        lengths: keys of each request, to plan with.
-        fixed_chunk: chunk to request. None: FlashInfer searches, and finds `chunk`.
-        chunk: keys of a chunk.
-    """
-
-    lengths: Sequence[int]
-    fixed_chunk: int | None
-    chunk: int
+    lengths: Sequence[int]  # keys of each request, to plan with
+    fixed_chunk: int | None  # chunk to request. None: FlashInfer searches, and finds `chunk`
+    chunk: int  # keys of a chunk
 
 
 def num_chunks(length: int, chunk: int) -> int:

@@ -15,9 +15,8 @@ from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
 from sglang_dflash.kernels.ops.speculative.accept import (
     AcceptedBlocks,
     RelayTables,
-    accept_greedy,
+    accept_blocks,
     accept_matching_prefix,
-    complete_blocks,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule, rejection_rule
@@ -90,7 +89,7 @@ class Acceptor:
         rule: for drawn drafts. None: no drafts are drawn.
         is_simulated: whether `simulate_acceptance` replaces all decisions, for benchmarks.
         metrics: counts batches that cannot be drawn.
-        longest: the most tokens of a text, see `accept_greedy`.
+        longest: the most tokens of a text, see `accept_blocks`.
         relay: of `make_relay`, takes lengths and bonus tokens for the next step.
 
     Attributes:
@@ -199,7 +198,7 @@ class Acceptor:
             tokens = self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens)
             is_capped = bool((caps < layout.num_draft_tokens).any())
             if layout.is_rectangle and not is_capped and not self._is_simulated:
-                return accept_greedy(block.tokens, tokens, max_logits, *rest)
+                return accept_blocks(None, tokens, max_logits, *rest, block.tokens)
             accept_len = accept_matching_prefix(block.tokens, tokens)
             if not layout.is_rectangle:
                 accept_len = accept_len.minimum(layout.max_accept)
@@ -208,7 +207,7 @@ class Acceptor:
         if self._is_simulated:
             accept_len, tokens = simulate_acceptance(tokens, block.tokens)
             max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
-        return complete_blocks(accept_len, tokens, max_logits, *rest)
+        return accept_blocks(accept_len, tokens, max_logits, *rest)
 
     def _reject(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
 
-from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, counts
+from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, count
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class KnownLengthsMap(FutureMap):
         bounds = bounds_of(batch)
         if bounds is None:
             if UNKNOWN not in draft_input.known_lens:
-                counts.add("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
+                count("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
             draft_input.spread = None
             return super().resolve_seq_lens_cpu(batch, *options, **named)
         self.needs_cpu_seq_lens = False

@@ -46,11 +46,8 @@ class CopyStats:
     def __init__(self, metrics: DFlashMetrics):
         self._metrics = metrics
         self.admissions = 0
-        self._whole = 0
-        self._cycles = self._without_draft = 0
-        self._blocks: Counter[str] = Counter()
-        self._proposed: Counter[str] = Counter()
-        self._accepted: Counter[str] = Counter()
+        self._whole = self._cycles = self._without_draft = 0
+        self._outcomes = {name: Counter[str]() for name in ("blocks", "proposed_tokens", "accepted_tokens")}
 
     @property
     def all_copy(self) -> bool:
@@ -78,23 +75,18 @@ class CopyStats:
                 if drafted and copied == (source == COPY) and (copied or cycle.was_drafted)
             ]
             accepted, proposed = (sum(block[i] for block in blocks) for i in (0, 1))
-            self._blocks[source] += len(blocks)
-            self._proposed[source] += proposed
-            self._accepted[source] += accepted
-            self._metrics.count_source(source, len(blocks), proposed, accepted)
+            outcome = len(blocks), proposed, accepted
+            for counter, number in zip(self._outcomes.values(), outcome, strict=True):
+                counter[source] += number
+            self._metrics.count_source(source, *outcome)
         self._metrics.count_undrafted(not cycle.was_drafted)
         is_whole = all(is_copied) and list(accept_lens) == list(max_accept)
         self._whole = self._whole + 1 if is_whole and cycle.admissions == self.admissions else 0
 
     def report(self) -> dict[str, Any]:
         """Return plain numbers for /server_info."""
-        return {
-            "cycles": self._cycles,
-            "cycles_without_draft": self._without_draft,
-            "blocks": dict(self._blocks),
-            "proposed_tokens": dict(self._proposed),
-            "accepted_tokens": dict(self._accepted),
-        }
+        outcomes = {name: dict(counter) for name, counter in self._outcomes.items()}
+        return {"cycles": self._cycles, "cycles_without_draft": self._without_draft} | outcomes
 
 
 class CopySource:

@@ -152,13 +152,10 @@ class DFlashDrafter(Drafter):
         self, cycle: Cycle, output: DraftOutput, sampling_info: Any
     ) -> tuple[torch.Tensor, DraftProbs]:
         """Draw from the output of the block forward: tokens [bs, B - 1] and their distributions."""
-        return self.draw(self._drafting_rows(cycle, output), cycle.tokens[:, 0], sampling_info)
-
-    def _drafting_rows(self, cycle: Cycle, output: DraftOutput) -> torch.Tensor:
-        """Return the final states of the slots to fill, [bs, B - 1, hidden]."""
         assert output.hidden_states is not None
         rows = output.hidden_states.view(-1, self.num_draft_rows, output.hidden_states.shape[-1])
-        return rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
+        rows = rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
+        return self.draw(rows, cycle.tokens[:, 0], sampling_info)
 
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor

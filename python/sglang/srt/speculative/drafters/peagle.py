@@ -65,13 +65,6 @@ class PEagleVerifyInput(DFlashVerifyInput):
 
     draft_rows: PEagleRows | None = None
 
-    @classmethod
-    def of_rows(
-        cls, block_rows: int, rows: PEagleRows, spread: list[int] | None = None
-    ) -> "PEagleVerifyInput":
-        """Build the spec_info of blocks of `block_rows` rows."""
-        return cls(block_rows, CaptureHiddenMode.NULL, draft_rows=rows, spread=spread)
-
 
 def mirror_exchanged_slots(pool: Any, table: torch.Tensor) -> None:
     """Repeat in the draft's table what SGLang writes to ranges of a request's columns.
@@ -238,15 +231,7 @@ class PEagleDrafter(Drafter):
         spread: list[int] | None,
         can_run_cuda_graph: bool,
     ) -> DraftOutput:
-        """Run one forward over a block per request.
-
-        Args:
-            requests: [bs] int64, rows of the request table.
-            committed: [bs] int64, lengths n: rows 0 .. n - 1 are verified.
-            committed_host: [bs], the same or upper bounds, on the host.
-            spread: see `Cycle`.
-            can_run_cuda_graph: SGLang's permission for this batch.
-        """
+        """Run one forward over a block per request. Rows 0 .. committed - 1 of each are verified."""
         bs, num_rows = requests.numel(), self.num_draft_rows
         blocks = self._model.blocks(bs)
         tables = RowTables(self._source, self._table, self.mask_token_id, self._last_start)
@@ -274,7 +259,7 @@ class PEagleDrafter(Drafter):
             seq_lens_cpu=seq_lens_cpu,
             positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleVerifyInput.of_rows(num_rows, blocks, spread),
+            spec_info=PEagleVerifyInput(num_rows, CaptureHiddenMode.NULL, spread=spread, draft_rows=blocks),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=bs * num_rows,
             can_run_decode_cuda_graph=can_run_cuda_graph,
@@ -315,7 +300,7 @@ class PEagleDrafter(Drafter):
             extend_prefix_lens_cpu=prefix.tolist(),
             extend_seq_lens_cpu=extend.tolist(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleVerifyInput.of_rows(1, PEagleRows(fused[rows])),
+            spec_info=PEagleVerifyInput(1, CaptureHiddenMode.NULL, draft_rows=PEagleRows(fused[rows])),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=rows.numel(),
         )

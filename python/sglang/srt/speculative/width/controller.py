@@ -216,16 +216,7 @@ class AdaptiveLengths:
         right: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """Learn from matches, used or not.
-
-        Args:
-            rows: of the request table. [n]
-            modes: of `MODES`. [n]
-            expected: lengths of matches that the choice knew of. [n]
-            lengths: as in `Proposals`. [n]
-            right: as in `Proposals`. [n]
-            accepted: drafted or copied tokens that were accepted. [n]
-        """
+        """Learn from matches, used or not. The choice knew of matches of `expected` lengths."""
         seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.max_draft_tokens)
         goes_on = right > accepted
         longer = np.minimum(np.abs(lengths) + right, RULE.longest)
@@ -255,8 +246,9 @@ class AdaptiveLengths:
     def _expected_per_verify_len(self) -> dict[str, dict[str, float]]:
         """Return the time of a cycle of the latest batch, by a verify length for all."""
         n, expected = len(self._requests.rows), {}
-        verify, draft = self.chooser.seconds(n)
-        for verify_len in self.chooser.costs.verify_lens.tolist() if n else ():
+        costs = self.chooser.costs
+        verify, draft = costs.verify(n), costs.draft(n)
+        for verify_len in costs.verify_lens.tolist() if n else ():
             seconds = verify[n * (verify_len - 1)] + draft[n if verify_len > 1 else 0]
             expected[str(verify_len)] = {"cycle_ms": round(1e3 * float(seconds), 3)}
         return expected

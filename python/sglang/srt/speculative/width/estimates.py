@@ -41,43 +41,39 @@ class _Averages:
     """
 
     def __init__(self, steps: int, priors: dict[int, float]):
-        self.seen = np.zeros((len(MODES), steps))
-        self.kept = np.zeros_like(self.seen)
+        self._labels, self._accepted = np.zeros((2, len(MODES), steps))
         self._priors = priors
 
-    def get(self) -> np.ndarray:
-        averages, before = np.empty_like(self.seen), np.zeros(len(MODES))
+    @property
+    def averages(self) -> np.ndarray:
+        """Probability that a token is accepted if those before it are. [modes, steps]"""
+        averages, before = np.empty_like(self._labels), np.zeros(len(MODES))
         for k in range(averages.shape[1]):
             if k in self._priors:
                 before = np.full(len(MODES), self._priors[k])
-            before = (self.kept[:, k] + _PRIOR_WEIGHT * before) / (self.seen[:, k] + _PRIOR_WEIGHT)
+            before = (self._accepted[:, k] + _PRIOR_WEIGHT * before) / (self._labels[:, k] + _PRIOR_WEIGHT)
             averages[:, k] = before
         return np.clip(averages, 1e-3, 1 - 1e-3)
 
-    def learn(self, cells: np.ndarray, is_kept: np.ndarray) -> None:
+    def _add(self, cells: np.ndarray, is_accepted: np.ndarray) -> None:
         """Add labels at cells, mode * steps + step. [labels]"""
-        shape, size = self.seen.shape, self.seen.size
-        seen = np.bincount(cells, minlength=size).reshape(shape)
-        kept = np.bincount(cells[is_kept], minlength=size).reshape(shape)
-        self.seen = _MEMORY**seen * self.seen + seen
-        self.kept = _MEMORY**seen * self.kept + kept
+        shape, size = self._labels.shape, self._labels.size
+        labels = np.bincount(cells, minlength=size).reshape(shape)
+        accepted = np.bincount(cells[is_accepted], minlength=size).reshape(shape)
+        self._labels = _MEMORY**labels * self._labels + labels
+        self._accepted = _MEMORY**labels * self._accepted + accepted
 
 
-class AcceptanceEstimate:
+class AcceptanceEstimate(_Averages):
     """s_ik of drafted tokens: each request's own labels, shrunk to the average of its mode.
 
     The labels have `num_rows` rows, as the request table, and `max_draft_tokens` columns.
     """
 
     def __init__(self, num_rows: int, max_draft_tokens: int):
-        self._averages = _Averages(max_draft_tokens, {0: _DRAFT_PRIOR})
+        super().__init__(max_draft_tokens, {0: _DRAFT_PRIOR})
         self._seen, self._kept = np.zeros((2, num_rows, max_draft_tokens))
         self._steps = np.arange(max_draft_tokens)
-
-    @property
-    def averages(self) -> np.ndarray:
-        """Probability that a token is accepted if those before it are. [modes, K]"""
-        return self._averages.get()
 
     def reset(self, rows: np.ndarray) -> None:
         """Start new requests in these rows."""
@@ -85,7 +81,7 @@ class AcceptanceEstimate:
 
     def prefix_accept_probs(self, rows: np.ndarray, modes: np.ndarray) -> np.ndarray:
         """Return s_ik [n, K] of the next cycle, for requests in these rows [n] with modes [n]."""
-        averages = self._averages.get()[modes]
+        averages = self.averages[modes]
         own = (self._kept[rows] + _OWN_WEIGHT * averages) / (self._seen[rows] + _OWN_WEIGHT)
         return own.cumprod(axis=1)
 
@@ -104,10 +100,10 @@ class AcceptanceEstimate:
         self._seen[rows] = memory * self._seen[rows] + seen
         self._kept[rows] = memory * self._kept[rows] + kept
         cells = modes[:, None] * len(self._steps) + self._steps
-        self._averages.learn(cells[seen], kept[seen])
+        self._add(cells[seen], kept[seen])
 
 
-class CopyEstimate:
+class CopyEstimate(_Averages):
     """s_ik of copied tokens, by mode and length of the match.
 
     Each accepted token makes the match longer by one. So one probability per length says how long copies
@@ -116,18 +112,13 @@ class CopyEstimate:
     """
 
     def __init__(self, max_draft_tokens: int):
-        self._averages = _Averages(RULE.longest + 1, {0: _UNKNOWN_PRIOR, RULE.shortest: _COPY_PRIOR})
+        super().__init__(RULE.longest + 1, {0: _UNKNOWN_PRIOR, RULE.shortest: _COPY_PRIOR})
         self._steps = np.arange(max_draft_tokens)
-
-    @property
-    def averages(self) -> np.ndarray:
-        """Probability that a copied token is accepted. [modes, longest + 1]"""
-        return self._averages.get()
 
     def prefix_accept_probs(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
         """Return s_ik [n, max_draft_tokens], 0 without a match, for modes and matches [n]."""
         lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
-        return self._averages.get()[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
+        return self.averages[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
 
     def learn(self, modes: np.ndarray, matches: np.ndarray, seen: np.ndarray, right: np.ndarray) -> None:
         """Learn from matches, whether or not they were used.
@@ -142,7 +133,7 @@ class CopyEstimate:
         is_seen = self._steps < seen[:, None]
         lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
         cells = modes[:, None] * (RULE.longest + 1) + lengths
-        self._averages.learn(cells[is_seen], (self._steps < right[:, None])[is_seen])
+        self._add(cells[is_seen], (self._steps < right[:, None])[is_seen])
 
 
 KNOWN = 8  # cycles after which an entry is known

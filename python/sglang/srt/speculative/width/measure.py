@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,7 +108,8 @@ def _measure(worker: Any, backends: Backends, verify_lens: tuple[int, ...], budg
     timer, start = _CycleTimer(worker, backends, verify_lens), time.perf_counter()
     loads = _loads(timer.runner)
     context = timer.feasible_context(_CONTEXT)
-    cycles = [*map(_TimedCycle, verify_lens), _TimedCycle(verify_lens[-1], is_half=True)]
+    longest = verify_lens[-1] - 1
+    cycles = [*((verify_len - 1,) for verify_len in verify_lens), (longest, 0)]
     seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
     measured = len(seconds)
     # A load that was left out begins as the largest one measured, in proportion.
@@ -171,13 +172,6 @@ class _DraftClock(CycleClock, CycleObserver):
         self.stop()
 
 
-class _TimedCycle(NamedTuple):
-    """A cycle to time, by the slots that its requests verify."""
-
-    verify_len: int
-    is_half: bool = False  # whether every other request verifies nothing
-
-
 class _CycleTimer:
     """Times the worker's cycles. n: requests. context: committed tokens of each."""
 
@@ -206,7 +200,7 @@ class _CycleTimer:
         table[:requests, :length] = before
 
     def time_loads(
-        self, cycles: list[_TimedCycle], loads: list[int], context: int, budget: float
+        self, cycles: list[tuple[int, ...]], loads: list[int], context: int, budget: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return each cycle's seconds, its draft's [loads, cycles], and which loads are steady.
 
@@ -246,7 +240,7 @@ class _CycleTimer:
             return 0.0
         deadline = time.perf_counter() + budget
         added: list[float] = []  # seconds of all verify lengths together
-        cycles = [*map(_TimedCycle, self._verify_lens)]
+        cycles = [(verify_len - 1,) for verify_len in self._verify_lens]
         with self._own_kv_slots(n, longer):
             for _ in range(_REPEATS):
                 short, long = (self._time_cycles(cycles, n, length)[0].sum() for length in (context, longer))
@@ -255,23 +249,21 @@ class _CycleTimer:
                     break
         draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
         draft_share = draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
-        reads = len(cycles) + draft_share * sum(cycle.verify_len > 1 for cycle in cycles)
+        reads = len(cycles) + draft_share * sum(map(any, cycles))
         return max(float(np.median(added)), 0.0) / (n * (longer - context)) / reads
 
     @torch.no_grad()
-    def _time_cycles(self, cycles: list[_TimedCycle], n: int, context: int) -> np.ndarray:
+    def _time_cycles(self, cycles: list[tuple[int, ...]], n: int, context: int) -> np.ndarray:
         """Return the seconds of each cycle, and of its draft. [2, cycles]
 
-        The last, which is one of the widest, comes first: what a narrow cycle leaves to the next costs that
-        one least. The first cycle of a length is not timed: it may have to run what the previous one left,
-        and finds memory laid out for another length.
+        A cycle is given by the drafted tokens that its requests verify, in turn. The last, which is one of
+        the widest, comes first: what a narrow cycle leaves to the next costs that one least. The first cycle
+        of a length is not timed: it may have to run what the previous one left, and finds memory laid out for
+        another length.
         """
         seconds = []
-        for verify_len, is_half in reversed(cycles):
-            lengths = np.full(n, verify_len - 1)
-            if is_half:
-                lengths[1::2] = 0
-            plan = plan_lengths(self._backends, lengths, np.zeros(n, dtype=bool))
+        for in_turn in reversed(cycles):
+            plan = plan_lengths(self._backends, np.resize(in_turn, n), np.zeros(n, dtype=bool))
             run = functools.partial(self._worker.run_cycle, plan=plan)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
             batches = [make_batch(self._worker, n, context) for _ in range(1 + timed)]

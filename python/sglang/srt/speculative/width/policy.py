@@ -52,9 +52,10 @@ def choose_lengths(
     num_free = int(is_free.sum())
     sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
     all_may = int((prefix_accept_prob > 0).all(axis=0).sum())  # s falls along a request
-    verify_len, tokens_of_all, seconds_of_all = choose_equal_length(
-        prefix_accept_prob, np.arange(1, all_may + 2), verify, float(draft[n - num_free])
-    )
+    equal = np.arange(all_may + 1)
+    tokens_of_all = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[equal]
+    seconds_of_all = verify[n * equal] + np.where(equal > 0, draft[n - num_free], 0.0)
+    best = int(np.argmax(tokens_of_all / seconds_of_all))
     worth = prefix_accept_prob.sum(axis=1) + np.where(is_free, max_draft_tokens, 0)
     rank = np.empty(n, dtype=int)
     rank[np.argsort(-worth, kind="stable")] = np.arange(n)
@@ -62,33 +63,10 @@ def choose_lengths(
     tokens = n + (slots * taken).cumsum(axis=1)
     seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + ragged_overhead
     row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
-    if tokens[row, last] * seconds_of_all <= tokens_of_all * seconds[row, last] * (1 + 1e-9):
-        return np.full(n, verify_len - 1), tokens_of_all, seconds_of_all
+    if tokens[row, last] * seconds_of_all[best] <= tokens_of_all[best] * seconds[row, last] * (1 + 1e-9):
+        return np.full(n, best), float(tokens_of_all[best]), float(seconds_of_all[best])
     lengths = np.bincount(request[: last + 1][taken[row, : last + 1]], minlength=n)
     return lengths, float(tokens[row, last]), float(seconds[row, last])
-
-
-def choose_equal_length(
-    prefix_accept_prob: np.ndarray, verify_lens: np.ndarray, verify: np.ndarray, draft: float
-) -> tuple[int, float, float]:
-    """Choose one number of slots for all requests, the anchor included.
-
-    The same rule with equal lengths.
-
-    Args:
-        prefix_accept_prob: s_ik. [n, K]
-        verify_lens: candidates, ascending. [W]
-        verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
-        draft: seconds of drafting for all.
-
-    Returns:
-        The verify length; tokens that the cycle is expected to commit; its seconds.
-    """
-    n = len(prefix_accept_prob)
-    tokens = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[verify_lens - 1]
-    seconds = verify[n * (verify_lens - 1)] + np.where(verify_lens > 1, draft, 0.0)
-    best = int(np.argmax(tokens / seconds))
-    return int(verify_lens[best]), float(tokens[best]), float(seconds[best])
 
 
 # A decision holds for so many cycles of an unchanged batch, if no copies come and go.
@@ -156,25 +134,17 @@ class LengthChooser:
         if not has_matches and self._held_for < _HOLD and self._held[0] == for_what:
             return self._held[1]
         caps = np.minimum(caps, self.max_draft_tokens)
-        choice = self._decide(rows, modes, self.seconds(len(rows), further), matches, caps)
+        choice = self._decide(rows, modes, further, matches, caps)
         self._held = () if has_matches else for_what, choice
         self._credit += self._probe_share * self._held_for * choice.seconds
         self._held_for = 0
         return self._probe(choice, rows, further, caps)
 
-    def seconds(self, num_requests: int, further: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return seconds of verifying 0 .. n K tokens, and of drafting for 0 .. n requests."""
-        return self.costs.verify(num_requests, further), self.costs.draft(num_requests)
-
     def _decide(
-        self,
-        rows: np.ndarray,
-        modes: np.ndarray,
-        costs: tuple[np.ndarray, np.ndarray],
-        matches: np.ndarray,
-        caps: np.ndarray,
+        self, rows: np.ndarray, modes: np.ndarray, further: int, matches: np.ndarray, caps: np.ndarray
     ) -> Choice:
-        (verify, draft), n = costs, len(rows)
+        n = len(rows)
+        verify, draft = self.costs.verify(n, further), self.costs.draft(n)
         is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
         prefix_accept_prob = np.where(is_allowed, self.drafts.prefix_accept_probs(rows, modes), 0.0)
         copies = np.zeros(n, dtype=bool)
