@@ -4,6 +4,7 @@ Our class runs on SGLang's layers.
 """
 
 import json
+from collections.abc import Sequence
 
 import torch
 from safetensors.torch import load_file
@@ -11,8 +12,11 @@ from serving import DRAFT
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from support.engine import Pools, build, read_config, start
 from support.reference_dflash import ReferenceDFlash
+from torch.nn.functional import pad
 
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.speculative.cycle.block import Cycle
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 
 BASE = {
     "architectures": ["DFlashDraftModel"],
@@ -147,6 +151,27 @@ class FakePlan:
 
     def _part(self, bs: int, cols: slice | None) -> torch.Tensor:
         return self.slots if cols is None else self.slots.view(bs, -1)[:, cols].reshape(-1)
+
+
+def draft_cycle(
+    pools: Pools, requests: Sequence[int], lengths: Sequence[int], tokens: torch.Tensor, width: int
+) -> Cycle:
+    """Begin a cycle of requests with these committed lengths; cut or pad blocks [bs, B] to `width`."""
+    slots = torch.cat([pools.slots(r, n, n + width) for r, n in zip(requests, lengths, strict=True)])
+    committed = torch.tensor(lengths)
+    return Cycle(
+        bs=len(requests),
+        verify_len=width,
+        req_pool_indices=pools.rows[list(requests)],
+        committed=committed,
+        committed_host=committed,
+        tokens=pad(tokens, (0, width - tokens.shape[1]), value=tokens[0, -1].item()),
+        positions=committed[:, None] + torch.arange(width),
+        cache_loc=slots,
+        kv_loc_plan=FakePlan(slots),
+        can_run_cuda_graph=False,
+        layout=whole_blocks(len(requests), width),
+    )
 
 
 class Case:

@@ -92,21 +92,19 @@ def launch_append_rows(has_slots: bool, bs=4, width=8):
 
 def launch_find_match(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
-    copy_ahead.find_match_triton(texts, ints, ints, 2048 * width, copy_ahead.RULE)
+    copy_ahead.find_match_triton(texts, ints, ints, 2048 * width)
 
 
 def launch_choose_copies(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
     keys, records = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2)
-    copy_ahead.choose_copies_triton(texts, records, ints, ints, keys, width, copy_ahead.RULE)
+    copy_ahead.choose_copies_triton(texts, records, ints, ints, keys, width)
 
 
 def launch_append_tokens(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
     tokens, records, counts = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2), ints.int()
-    copy_ahead.append_tokens_triton(
-        texts, records, ints, ints, tokens, counts, counts, width % 2 == 0, copy_ahead.RULE
-    )
+    copy_ahead.append_tokens_triton(texts, records, ints, ints, tokens, counts, counts, width % 2 == 0)
 
 
 def launch_accept(is_decided: bool, is_relayed: bool, bs=4, width=16):

@@ -53,7 +53,12 @@ def test_settings_reach_every_process(parser):
 
 
 @pytest.mark.parametrize(
-    "option, value", [(DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0"), (DFlashOptions.DRAFT_SAMPLED_SLOTS, "-1")]
+    "option, value",
+    [
+        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0"),
+        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "nan"),
+        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "-1"),
+    ],
 )
 def test_impossible_settings(parser, monkeypatch, option, value):
     monkeypatch.setenv(option.variable, value)

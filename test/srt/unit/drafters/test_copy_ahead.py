@@ -73,8 +73,8 @@ def copy_by_hand(text: list[int], end: int, count: int) -> list[int]:
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_the_longest_most_recent_match_is_copied(seed, bs, longest, vocabulary, block_size):
     history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, "cpu")
-    keys = copy_ahead.find_match_torch(history, rows, seq_lens, longest, RULE)
-    copied, lengths = copy_ahead.choose_copies_torch(history, records, rows, seq_lens, keys, block_size, RULE)
+    keys = copy_ahead.find_match_torch(history, rows, seq_lens, longest)
+    copied, lengths = copy_ahead.choose_copies_torch(history, records, rows, seq_lens, keys, block_size)
     assert copied[:, :1].eq(-1).all() and copied.shape == (bs, block_size)
     for i in range(bs):
         text = history[rows[i], : seq_lens[i] + 1].tolist()
@@ -90,23 +90,13 @@ def test_the_longest_most_recent_match_is_copied(seed, bs, longest, vocabulary, 
             assert lengths[i] == -length and copied[i].eq(-1).all()
 
 
-def test_a_loop_is_continued():
-    history = torch.tensor([[7, 1, 2, 3, 1, 2, 3, 0, 0]], dtype=torch.int32)
-    rows, seq_lens = torch.tensor([0]), torch.tensor([6])
-    keys = copy_ahead.find_match(history, rows, seq_lens, bound=9)
-    copied, lengths = copy_ahead.choose_copies(history, torch.tensor([[1.0, 0.0]]), rows, seq_lens, keys, 9)
-    assert copied.tolist() == [[-1, 1, 2, 3, 1, 2, 3, 1, 2]] and lengths.tolist() == [3]
-
-
 @against_twin
 @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
     history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
-    keys = copy_ahead.find_match_triton(history, rows, seq_lens, longest, RULE)
-    assert torch.equal(
-        keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest, RULE).amax(1)
-    )
-    arguments = history, records, rows, seq_lens, keys, block_size, RULE
+    keys = copy_ahead.find_match_triton(history, rows, seq_lens, longest)
+    assert torch.equal(keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest).amax(1))
+    arguments = history, records, rows, seq_lens, keys, block_size
     outputs = copy_ahead.choose_copies_triton(*arguments), copy_ahead.choose_copies_torch(*arguments)
     for got, want in zip(*outputs, strict=True):
         assert torch.equal(got, want) and got.dtype == want.dtype
@@ -124,11 +114,11 @@ def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
         history[row, length - 11 : length + 1] = history[row, 1:13]
     history, rows, seq_lens = history.to(DEVICE), torch.arange(3, device=DEVICE), seq_lens.to(DEVICE)
     records = torch.tensor([[1.0, 0.0]]).repeat(3, 1).to(DEVICE)
-    keys = copy_ahead.find_match_triton(history, rows, seq_lens, 640, RULE)
-    want = copy_ahead.find_match_torch(history, rows, seq_lens, 640, RULE)
+    keys = copy_ahead.find_match_triton(history, rows, seq_lens, 640)
+    want = copy_ahead.find_match_torch(history, rows, seq_lens, 640)
     assert keys.shape == (3, 40) and torch.equal(keys.amax(1), want.amax(1))
     arguments = history, records, rows, seq_lens
-    copied, lengths = copy_ahead.choose_copies_triton(*arguments, keys, 8, RULE)
+    copied, lengths = copy_ahead.choose_copies_triton(*arguments, keys, 8)
     assert lengths.tolist() == [12, 12, 12] and torch.equal(copied[:, 1:], history[:, 13:20].long())
 
 
@@ -143,7 +133,7 @@ def test_appending_equals_its_twin(seed, bs, width, was_drafted):
     outcomes = []
     for append in (copy_ahead.append_tokens_triton, copy_ahead.append_tokens_torch):
         written = history.clone(), records.clone()
-        append(*written, rows, seq_lens, out_tokens, accept_len, lengths, was_drafted, RULE)
+        append(*written, rows, seq_lens, out_tokens, accept_len, lengths, was_drafted)
         outcomes.append(written)
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert torch.allclose(outcomes[0][1], outcomes[1][1], atol=1e-6)
@@ -295,12 +285,6 @@ class Simulation:
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 LONG = [*TEXT, 50, *TEXT[:8]]  # with 9 said: the match is nine tokens long
-
-
-def test_each_request_copies_or_drafts():
-    played = Simulation()
-    played.prefill({2: (LONG, 0), 4: (list(range(20, 40)), 0)}, said=9)
-    assert played.propose(4, 2).tokens.tolist() == [[9, 900, 901, 902], [9, 10, 11, 12]]
 
 
 @pytest.mark.parametrize("start", [1, 12, len(LONG) - 1])

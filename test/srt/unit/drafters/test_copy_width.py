@@ -2,13 +2,7 @@
 
 import numpy as np
 import pytest
-from support.copy_simulation import (
-    CopySimulation,
-    Text,
-    common_text,
-    edited,
-    new_text,
-)
+from support.copy_simulation import CopySimulation, Text, common_text, edited, new_text
 
 from sglang_dflash.srt.speculative.width.estimates import MODES
 
@@ -40,9 +34,10 @@ def served(kind: str, count: int, row: float = 0.005, **fields) -> CopySimulatio
     return server.run(texts(kind, count, seed=2)).run(texts(kind, count))
 
 
-@pytest.mark.parametrize("skips_draft", [True, False], ids=["any draft", "a draft that always runs"])
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("kind", ["edit", "sampled edit"])
+@pytest.mark.parametrize(
+    ("kind", "count", "skips_draft"),  # False: a draft that always runs
+    [("edit", 1, True), ("edit", 4, False), ("sampled edit", 1, False), ("sampled edit", 4, True)],
+)
 def test_copies_are_used_however_weak_the_draft_is(kind, count, skips_draft):
     adaptive = served(kind, count, skips_draft=skips_draft)
     whole = served(kind, count, adaptive=False, skips_draft=skips_draft)
@@ -53,9 +48,9 @@ def test_copies_are_used_however_weak_the_draft_is(kind, count, skips_draft):
         assert adaptive.draft.forwards < 40, "it runs at first, and in probes"
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-@pytest.mark.parametrize("count", [1, 4])
-@pytest.mark.parametrize("kind", ["new", "common"])
+@pytest.mark.parametrize(
+    ("kind", "count", "lag"), [("new", 1, 0), ("new", 4, 2), ("common", 1, 2), ("common", 4, 0)]
+)
 def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
     with_copies, without = (served(kind, count, copies=copies, lag=lag) for copies in (True, False))
     assert without.share_of_width(1) > 0.95
@@ -91,8 +86,7 @@ def plain_speed(batch: list[Text]) -> float:
     return sum(lengths) / max(lengths)
 
 
-@pytest.mark.parametrize("kind", ["edit", "new"])
-@pytest.mark.parametrize("hit_rate", [0.85, 0.5])
+@pytest.mark.parametrize(("kind", "hit_rate"), [("edit", 0.85), ("edit", 0.5), ("new", 0.5)])
 def test_with_a_useful_draft_nothing_is_lost(kind, hit_rate):
     fixed = served(kind, 4, hit_rate=hit_rate, adaptive=False)
     adaptive = served(kind, 4, hit_rate=hit_rate)

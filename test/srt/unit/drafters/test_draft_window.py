@@ -9,34 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from support.draft_cases import Case, FakePlan, lm_head
+from support.draft_cases import Case, FakePlan, draft_cycle, lm_head
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
-from sglang_dflash.srt.speculative.cycle.block import Cycle
-from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter, DraftWindow
 
 LENGTHS = [23, 4, 12]
 CAPACITY = 48
-
-
-def cycle_of(case: Case, pools, width: int) -> Cycle:
-    lengths = torch.tensor(LENGTHS)
-    blocks = case.block_tokens([3, 50, 9])
-    slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(LENGTHS)])
-    return Cycle(
-        bs=len(LENGTHS),
-        verify_len=width,
-        req_pool_indices=pools.rows,
-        committed=lengths,
-        tokens=torch.nn.functional.pad(blocks, (0, width - blocks.shape[1]), value=blocks[0, -1].item()),
-        positions=lengths[:, None] + torch.arange(width),
-        cache_loc=slots,
-        kv_loc_plan=FakePlan(slots),
-        committed_host=lengths,
-        can_run_cuda_graph=False,
-        layout=whole_blocks(len(LENGTHS), width),
-    )
 
 
 def pools_with_a_table_of_its_own(pools):
@@ -81,14 +60,14 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
         where = pools.slots(request, int(seen[0]), len(aux_hidden))
         case.model.write_context_kv(aux_hidden[seen], seen, where, pools.token_to_kv_pool)
 
-    cycle = cycle_of(case, pools, width)
+    blocks = case.block_tokens([3, 50, 9])
+    cycle = draft_cycle(pools, range(len(LENGTHS)), LENGTHS, blocks, width)
     drafted = drafter.propose(cycle).tokens[:, 1:]
 
     sees = case.reference.sees
     case.reference.sees = lambda layer, query, key, anchor: (
         key >= anchor - window and sees(layer, query, key, anchor)
     )
-    blocks = case.block_tokens(cycle.tokens[:, 0].tolist())
     for request, aux_hidden in enumerate(contexts):
         embeddings = case.embedding.weight.data[blocks[request]]
         hidden = case.reference.block_hidden(embeddings, case.reference.context_kv(aux_hidden))

@@ -4,6 +4,7 @@ Drafted tokens are argmaxes, compared exactly with reference_dflash.py. Seeds ar
 of these drafts are as close as a rounding error.
 """
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,11 +12,10 @@ import pytest
 import torch
 from support.decisions import accepted_blocks
 from support.dflash2_cases import DFlash2Case
-from support.draft_cases import Case, FakePlan, lm_head
+from support.draft_cases import Case, FakePlan, draft_cycle, lm_head
 from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
-from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
@@ -84,7 +84,6 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
     drafted token has a positive probability in it.
     """
     case = Case.variant(name, tmp_path)
-    rows = case.config["block_size"]
     width = case.model.draft.num_drafting_rows + 1
     pools = case.pools(4, 40)
     drafter = drafter_on(pools, case, width)
@@ -105,21 +104,7 @@ def test_draft_probabilities_belong_to_their_request(name, tmp_path):
         ].tolist()
         bonus = [3 + 5 * request for request in batch]
         blocks = case.block_tokens(bonus)
-        slots = torch.cat([pools.slots(r, lengths[r], lengths[r] + width) for r in batch])
-        seq_lens = torch.tensor([lengths[r] for r in batch])
-        cycle = Cycle(
-            bs=len(batch),
-            verify_len=width,
-            req_pool_indices=pools.rows[batch],
-            committed=seq_lens,
-            committed_host=seq_lens,
-            tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item()),
-            positions=seq_lens[:, None] + torch.arange(width),
-            cache_loc=slots,
-            kv_loc_plan=FakePlan(slots),
-            can_run_cuda_graph=False,
-            layout=whole_blocks(len(batch), width),
-        )
+        cycle = draft_cycle(pools, batch, [lengths[r] for r in batch], blocks, width)
         info = sampling_parameters(
             **{name: [column[r] for r in batch] for name, column in parameters.items()}
         )
@@ -175,20 +160,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             width, kept = 1, [0, 0]
         else:
             width, kept = rows + from_anchor, [1, 0]
-        slots = torch.cat([pools.slots(r, n, n + width) for r, n in enumerate(lengths)])
-        cycle = Cycle(
-            bs=2,
-            verify_len=width,
-            req_pool_indices=pools.rows,
-            committed=torch.tensor(lengths),
-            committed_host=torch.tensor(lengths),
-            tokens=torch.nn.functional.pad(blocks, (0, width - rows), value=blocks[0, -1].item())[:, :width],
-            positions=torch.tensor(lengths)[:, None] + torch.arange(width),
-            cache_loc=slots,
-            kv_loc_plan=FakePlan(slots),
-            can_run_cuda_graph=False,
-            layout=whole_blocks(2, width),
-        )
+        cycle = draft_cycle(pools, range(2), lengths, blocks, width)
         tokens = draft_subset(drafter, cycle, np.arange(2), width, None, None).tokens
         expected = torch.zeros(2, width, dtype=torch.int64)
         expected[:, 0] = blocks[:, 0]
@@ -211,20 +183,9 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
 def commit_an_anchor(
     drafter: DFlashDrafter, pools, request: int, slot: int, position: int, states: torch.Tensor
 ) -> None:
-    seq_lens = torch.tensor([position])
-    cycle = Cycle(
-        bs=1,
-        verify_len=1,
-        req_pool_indices=pools.rows[[request]],
-        committed=seq_lens,
-        committed_host=seq_lens,
-        tokens=torch.tensor([[3]]),
-        positions=seq_lens[:, None],
-        cache_loc=torch.tensor([slot]),
-        kv_loc_plan=FakePlan(torch.tensor([slot])),
-        can_run_cuda_graph=False,
-        layout=whole_blocks(1, 1),
-    )
+    cycle = draft_cycle(pools, [request], [position], torch.tensor([[3]]), 1)
+    slots = torch.tensor([slot])
+    cycle = dataclasses.replace(cycle, cache_loc=slots, kv_loc_plan=FakePlan(slots))
     drafter.commit(cycle, states, accepted_blocks(torch.zeros(1, dtype=torch.int32), cycle.tokens))
 
 
@@ -271,23 +232,9 @@ def test_blocks_are_written_outside_the_memory_of_graphs(kind, tmp_path):
     for r in range(2):
         prompt = SimpleNamespace(positions=torch.arange(4))
         drafter.prefill(prompt, case.aux_hidden(4, r), pools.slots(r, 0, 4), torch.tensor([3]))
-    slots = torch.cat([pools.slots(r, 4, 4 + width) for r in range(2)])
     proposals = []
     for anchors in ([3, 50], [8, 20]):
-        tokens, seq_lens = case.block_tokens(anchors), torch.tensor([4, 4])
-        cycle = Cycle(
-            bs=2,
-            verify_len=width,
-            req_pool_indices=pools.rows,
-            committed=seq_lens,
-            committed_host=seq_lens,
-            tokens=tokens,
-            positions=seq_lens[:, None] + torch.arange(width),
-            cache_loc=slots,
-            kv_loc_plan=FakePlan(slots),
-            can_run_cuda_graph=False,
-            layout=whole_blocks(2, width),
-        )
+        cycle = draft_cycle(pools, range(2), [4, 4], case.block_tokens(anchors), width)
         proposals.append(drafter.propose(cycle).tokens)
         assert proposals[-1][:, 0].tolist() == anchors
     first, second = proposals

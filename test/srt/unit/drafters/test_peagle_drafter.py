@@ -277,16 +277,6 @@ class Simulation:
             self.drafter.commit(cycle, verified.flatten(0, 1), accepted_blocks(accept_len, out))
 
 
-def test_reference_behind_a_texts_keys_and_values(tmp_path):
-    """The reference proposes the same over the whole text and behind one pass over a longer one."""
-    simulation = Simulation(5, 1, tmp_path)
-    text, states, reference = simulation.texts[0].tolist(), simulation.states[0], simulation.reference
-    text_kv = reference.text_kv(text[:30], states)
-    for count in (2, 3, 9, 30):
-        found = reference.step_after(text[:count], states, 4, text_kv)
-        torch.testing.assert_close(found, reference.step(text[:count], states, 4))
-
-
 @pytest.mark.parametrize("block_size", [1, 2, 5, 8])
 @pytest.mark.parametrize(("page_size", "is_planned"), [(1, False), (16, False), (1, True)])
 def test_cycles_after_a_prefill(block_size, page_size, is_planned, tmp_path):

@@ -46,21 +46,14 @@ def test_prepare_block_equals_its_twin(seed, bs, block_size):
         assert torch.equal(got, want) and got.shape == want.shape
 
 
-def test_a_prepared_block():
-    table = torch.arange(40, dtype=torch.int32).view(2, 20).flip(0)
-    per_request = torch.tensor([[7, 8], [0, 5], [1, 0]])
+def test_prepared_blocks():
+    """The second one reaches past the table: its slots there are the padding slot, not another request's."""
+    table = torch.arange(10, 50, dtype=torch.int32).view(2, 20).flip(0)
+    per_request = torch.tensor([[7, 8], [0, 18], [1, 0]])
     tokens, positions, cache_loc = block.prepare_block(*per_request, table, mask_token_id=99, block_size=3)
     assert tokens.tolist() == [[7, 99, 99], [8, 99, 99]]
-    assert positions.tolist() == [[0, 1, 2], [5, 6, 7]]
-    assert cache_loc.tolist() == [0, 1, 2, 25, 26, 27]
-
-
-def test_a_block_past_the_table():
-    """Its slots there are the padding slot, not another request's."""
-    table = torch.arange(10, 50, dtype=torch.int32).view(2, 20)
-    rows = torch.tensor([0, 1])
-    _, positions, cache_loc = block.prepare_block(rows, torch.tensor([18, 30]), rows, table, 99, 3)
-    assert positions.tolist() == [[18, 19, 20], [30, 31, 32]] and cache_loc.tolist() == [28, 29, 0, 0, 0, 0]
+    assert positions.tolist() == [[0, 1, 2], [18, 19, 20]]
+    assert cache_loc.tolist() == [10, 11, 12, 48, 49, 0]
 
 
 @against_twin
@@ -85,11 +78,10 @@ def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype, is_ragged):
 
 
 def test_packed_blocks():
-    lengths, keys, queries = block.pack_blocks(torch.tensor([5, 0, 7]), 4)
-    assert [x.tolist() for x in (lengths, keys, queries)] == [[9, 4, 11], [0, 9, 13, 24], [0, 4, 8, 12]]
-    counts = torch.tensor([4, 0, 1], dtype=torch.int32)
-    lengths, keys, queries = block.pack_blocks(torch.tensor([5, 0, 7]), 4, counts=counts)
-    assert [x.tolist() for x in (lengths, keys, queries)] == [[9, 0, 8], [0, 9, 9, 17], [0, 4, 4, 5]]
+    whole = block.pack_blocks(torch.tensor([5, 0, 7]), 4)
+    assert [x.tolist() for x in whole] == [[9, 4, 11], [0, 9, 13, 24], [0, 4, 8, 12]]
+    ragged = block.pack_blocks(torch.tensor([5, 0, 7]), 4, counts=torch.tensor([4, 0, 1], dtype=torch.int32))
+    assert [x.tolist() for x in ragged] == [[9, 0, 8], [0, 9, 9, 17], [0, 4, 4, 5]]
 
 
 # -- the table of a window
@@ -423,17 +415,25 @@ class Context:
     def written_by(self, write, **options) -> torch.Tensor:
         """Return the pool's contents, float32 [layers, 2, slots, heads, head_dim]."""
         buffers = torch.full(self.pool_shape, torch.nan).to(self.kv.device, self.pool_dtype)
-        pool = KVPoolPointers.from_pools(list(buffers[:, 0]), list(buffers[:, 1]))
-        write(self.kv, self.weight, EPS, self.table, self.positions, self.cache_loc, pool, **options)
+        write(*self.arguments(KVPoolPointers.from_pools(*buffers.unbind(1))), **options)
         return buffers.float()
+
+    def by_both(self, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the kernel and its twin write."""
+        writers = context_kv.write_context_kv_triton, context_kv.write_context_kv_torch
+        got, want = (self.written_by(write, **options) for write in writers)
+        return got, want
+
+    def arguments(self, pool: KVPoolPointers) -> tuple:
+        return self.kv, self.weight, EPS, self.table, self.positions, self.cache_loc, pool
 
 
 @st.composite
 def contexts(draw):
     """Draw arguments of Context and options of write_context_kv, with few programs."""
-    bs, block_size = draw(st.integers(0, 9)), draw(st.integers(1, 17))
+    bs, block_size = draw(st.integers(0, 5)), draw(st.integers(1, 9))
     rows = bs * block_size
-    layers = draw(st.integers(1, min(6, max(1, 100 // max(rows, 1)))))
+    layers = draw(st.integers(1, min(5, max(1, 40 // max(rows, 1)))))
     kv_dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     pool_dtype = draw(st.sampled_from([kv_dtype, kv_dtype, torch.bfloat16, torch.float32, *FP8]))
     if not INTERPRETED and torch.cuda.get_device_capability() < (8, 9) and pool_dtype == torch.float8_e4m3fn:
@@ -485,8 +485,7 @@ def assert_same_pool(got: torch.Tensor, want: torch.Tensor, coarsest: torch.dtyp
 @given(contexts())
 def test_write_context_kv_equals_its_twin(case):
     context, options = Context(**case[0]), case[1]
-    got = context.written_by(context_kv.write_context_kv_triton, **options)
-    want = context.written_by(context_kv.write_context_kv_torch, **options)
+    got, want = context.by_both(**options)
     coarsest = max(context.kv.dtype, context.pool_dtype, key=lambda dtype: torch.finfo(dtype).eps)
     assert_same_pool(got, want, coarsest)
     assert torch.equal(got[:, 1].nan_to_num(nan=1e9), want[:, 1].nan_to_num(nan=1e9))  # a plain copy
@@ -503,11 +502,10 @@ def test_a_large_pool_equals_its_twin():
     memory, stride = torch.empty(2**31 + 4096, dtype=torch.uint8, device=DEVICE), 2**30 + 128
     k, v = (memory.as_strided((3, 2, 64), (stride, 64, 1), start) for start in (0, 1024))
     pool = KVPoolPointers.from_pools([k], [v], torch.float8_e5m2)
-    arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
     contents = []
     for write in (context_kv.write_context_kv_triton, context_kv.write_context_kv_torch):
         k[1:], v[1:] = 0, 0
-        write(*arguments)
+        write(*context.arguments(pool))
         contents.append(torch.stack([k[1:], v[1:]]).view(torch.float8_e5m2).float())
     assert_same_pool(*contents, torch.float8_e5m2)
     assert contents[0].any(dim=-1).all()
@@ -521,8 +519,7 @@ def test_saturation_equals_its_twin(dtype):
         pytest.skip("e4m3 needs sm_89")
     context = Context(0, 3, 1, 1, 64, torch.float32, dtype, torch.float32, DEVICE)
     context.kv[:, :, 1] *= 1e6
-    got = context.written_by(context_kv.write_context_kv_triton)[:, 1, context.cache_loc]
-    want = context.written_by(context_kv.write_context_kv_torch)[:, 1, context.cache_loc]
+    got, want = (pool[:, 1, context.cache_loc] for pool in context.by_both())
     assert torch.equal(got, want)
     assert got.abs().max() == torch.finfo(dtype).max
 
@@ -532,8 +529,7 @@ def test_keys_near_zero_equals_its_twin():
     """The norm's eps bounds what it scales them by."""
     context = Context(0, 3, 2, 1, 64, torch.float32, torch.float32, torch.float32, DEVICE)
     context.kv *= 1e-5
-    got = context.written_by(context_kv.write_context_kv_triton)
-    want = context.written_by(context_kv.write_context_kv_torch)
+    got, want = context.by_both()
     assert_same_pool(got, want, torch.float32)
     keys = got[:, 0, context.cache_loc]
     assert 0 < keys.abs().max() < 1, "eps is far above the squares"
@@ -556,9 +552,7 @@ def test_the_twin_stores_what_the_model_and_sglang_do(kv_dtype, pool_dtype):
         for _ in range(2)
     )
     pool = KVPoolPointers.from_pools(got.k_buffer, got.v_buffer, pool_dtype)
-    context_kv.write_context_kv(
-        context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool
-    )
+    context_kv.write_context_kv(*context.arguments(pool))
     keys, values = context.kv.unbind(2)
     cos, sin = context.table[context.positions].chunk(2, dim=-1)
     options = dict(
@@ -590,7 +584,6 @@ BYTES = pool_buffers(dtype=torch.uint8)
         (pool_buffers(shape=(2, 2, 4, 64)), pool_buffers(shape=(2, 2, 4, 64)), None, "one contiguous"),
         ([pool_buffers(1)[0].mT], [pool_buffers(1)[0].mT], None, "one contiguous"),
         (BYTES, BYTES, None, "cannot write torch.uint8"),
-        (BYTES, BYTES, torch.half, "cannot write torch.float16"),
         (pool_buffers(), pool_buffers(), torch.float8_e5m2, "cannot write torch.float8_e5m2"),
     ],
 )
@@ -620,8 +613,7 @@ def test_no_kernel_synchronises_with_the_host():
     appended = random_appended(0, 3, 16, 16, 64, "cuda")
     context = Context(0, 48, 5, 8, 128, torch.bfloat16, torch.bfloat16, torch.float32, "cuda")
     buffers = torch.full(context.pool_shape, torch.nan, device="cuda", dtype=torch.bfloat16)
-    pool = KVPoolPointers.from_pools(list(buffers[:, 0]), list(buffers[:, 1]))
-    arguments = (context.kv, context.weight, EPS, context.table, context.positions, context.cache_loc, pool)
+    arguments = context.arguments(KVPoolPointers.from_pools(*buffers.unbind(1)))
 
     def cycle():
         prepared = block.prepare_block(*blocks)

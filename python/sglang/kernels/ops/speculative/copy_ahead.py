@@ -44,7 +44,7 @@ RULE = CopyRule()
 
 
 def find_match(
-    history: torch.Tensor, requests: torch.Tensor, seq_lens: torch.Tensor, bound: int, rule: CopyRule = RULE
+    history: torch.Tensor, requests: torch.Tensor, seq_lens: torch.Tensor, bound: int
 ) -> torch.Tensor:
     """Find the longest (then latest) earlier occurrence of each request's last tokens.
 
@@ -56,14 +56,13 @@ def find_match(
         requests: [bs] int64, rows of `history`.
         seq_lens: [bs] int64, n: the last token is at position n.
         bound: at least the largest n + 1, on the host.
-        rule: lengths of a match.
 
     Returns:
         Keys [bs, parts] int64. The maximum of a row is (length of the match << 32) + the position of its last
         token, which is below n; 0 if no match has `shortest` tokens.
     """
     run = find_match_triton if history.is_cuda else find_match_torch
-    return run(history, requests, seq_lens, min(bound, history.shape[1]), rule)
+    return run(history, requests, seq_lens, min(bound, history.shape[1]))
 
 
 def choose_copies(
@@ -73,7 +72,6 @@ def choose_copies(
     seq_lens: torch.Tensor,
     keys: torch.Tensor,
     block_size: int,
-    rule: CopyRule = RULE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy the continuation of each match, if the request's record prefers copies.
 
@@ -89,7 +87,7 @@ def choose_copies(
         lengths [bs] int32, negative if a match was passed over, 0 without a match.
     """
     run = choose_copies_triton if history.is_cuda else choose_copies_torch
-    return run(history, records, requests, seq_lens, keys, block_size, rule)
+    return run(history, records, requests, seq_lens, keys, block_size)
 
 
 def append_tokens(
@@ -101,7 +99,6 @@ def append_tokens(
     accept_len: torch.Tensor,
     lengths: torch.Tensor,
     was_drafted: bool,
-    rule: CopyRule = RULE,
 ) -> None:
     """Write a verified block's output from position n + 1 on, and update the records.
 
@@ -112,15 +109,15 @@ def append_tokens(
     One launch on CUDA, without host synchronisation.
     """
     run = append_tokens_triton if history.is_cuda else append_tokens_torch
-    run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule)
+    run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted)
 
 
 # -- the twins
 
 
-def find_match_torch(history, requests, seq_lens, bound, rule):
+def find_match_torch(history, requests, seq_lens, bound):
     """`find_match` in PyTorch; it synchronises with the host, so it is for the CPU."""
-    back = torch.arange(rule.longest, device=history.device)
+    back = torch.arange(RULE.longest, device=history.device)
     suffix = _look_back(history, requests, seq_lens, back)
     text = history[requests, :bound]
     is_earlier = torch.arange(bound, device=history.device) < seq_lens[:, None]
@@ -128,7 +125,7 @@ def find_match_torch(history, requests, seq_lens, bound, rule):
     found = _look_back(history, requests[rows], ends, back)
     same = (found == suffix[rows]) & (found >= 0)
     length = same.cumprod(dim=1).sum(dim=1)
-    keys = torch.where(length >= rule.shortest, (length << 32) + ends, 0)
+    keys = torch.where(length >= RULE.shortest, (length << 32) + ends, 0)
     return torch.zeros_like(seq_lens).scatter_reduce_(0, rows, keys, "amax")[:, None]
 
 
@@ -138,7 +135,7 @@ def _look_back(history, requests, ends, back):
     return torch.where(positions >= 0, history[requests[:, None], positions.clamp(min=0)], -1)
 
 
-def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, rule):
+def choose_copies_torch(history, records, requests, seq_lens, keys, block_size):
     """`choose_copies` in PyTorch; it synchronises with the host, so it is for the CPU."""
     copied = keys.new_full((len(keys), block_size), -1)
     if not keys.any():
@@ -146,7 +143,7 @@ def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, 
     best_match = keys.amax(dim=1)
     length, end = best_match >> 32, best_match & 0xFFFFFFFF
     share = records[requests]
-    is_copied = (length > 0) & (_trust(length, rule) * share[:, 0] >= share[:, 1])
+    is_copied = (length > 0) & (_trust(length) * share[:, 0] >= share[:, 1])
     step = torch.arange(block_size - 1, device=history.device)
     positions = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
     tokens = history[requests[:, None], positions].long()
@@ -156,9 +153,7 @@ def choose_copies_torch(history, records, requests, seq_lens, keys, block_size, 
     return copied, torch.where(is_copied, length, -length).int()
 
 
-def append_tokens_torch(
-    history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule
-):
+def append_tokens_torch(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted):
     """`append_tokens` in PyTorch, on any device."""
     verify_len = out_tokens.shape[1]
     positions = seq_lens[:, None] + 1 + torch.arange(verify_len, device=history.device)
@@ -167,29 +162,29 @@ def append_tokens_torch(
         return
     kept = accept_len / (verify_len - 1)
     copies, drafts = records[requests].unbind(dim=1)
-    share = (kept / _trust(lengths, rule)).clamp(max=1)
-    followed = copies + rule.copies_follow * (share - copies)
-    retried = copies + rule.retry * (1 - copies)
+    share = (kept / _trust(lengths)).clamp(max=1)
+    followed = copies + RULE.copies_follow * (share - copies)
+    retried = copies + RULE.retry * (1 - copies)
     copies = torch.where(lengths > 0, followed, torch.where(lengths < 0, retried, copies))
     if was_drafted:
-        drafts = torch.where(lengths > 0, drafts, drafts + rule.drafts_follow * (kept - drafts))
+        drafts = torch.where(lengths > 0, drafts, drafts + RULE.drafts_follow * (kept - drafts))
     records[requests] = torch.stack((copies, drafts), dim=1)
 
 
-def _trust(length, rule):
-    trust = torch.where(length >= rule.medium, rule.trust_medium, rule.trust_short)
-    return torch.where(length >= rule.long, 1.0, trust)
+def _trust(length):
+    trust = torch.where(length >= RULE.medium, RULE.trust_medium, RULE.trust_short)
+    return torch.where(length >= RULE.long, 1.0, trust)
 
 
 # -- the kernels
 
 
-def find_match_triton(history, requests, seq_lens, bound, rule):
+def find_match_triton(history, requests, seq_lens, bound):
     """`find_match` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     assert requests.is_contiguous() and seq_lens.is_contiguous() and history.stride(1) == 1
     bs, tiles = seq_lens.numel(), max(1, triton.cdiv(bound, TILE))
     keys = seq_lens.new_empty((bs, tiles))
-    options = dict(LONGEST=rule.longest, SHORTEST=rule.shortest, TILE=TILE, num_warps=8)
+    options = dict(LONGEST=RULE.longest, SHORTEST=RULE.shortest, TILE=TILE, num_warps=8)
     if bs:
         find_match_kernel[(bs, tiles)](history, requests, seq_lens, keys, history.stride(0), tiles, **options)
     return keys
@@ -223,7 +218,7 @@ def find_match_kernel(
     tl.store(keys + number * tiles + tile, tl.max(key, axis=0))
 
 
-def choose_copies_triton(history, records, requests, seq_lens, keys, block_size, rule):
+def choose_copies_triton(history, records, requests, seq_lens, keys, block_size):
     """`choose_copies` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     inputs = records, requests, seq_lens, keys
     assert all(t.is_contiguous() for t in inputs) and history.stride(1) == 1
@@ -240,15 +235,15 @@ def choose_copies_triton(history, records, requests, seq_lens, keys, block_size,
             history.stride(0),
             tiles,
             block_size,
-            **_trust_options(rule),
+            **_trust_options(),
             **options,
         )
     return copied, lengths
 
 
-def _trust_options(rule: CopyRule) -> dict[str, int | float]:
-    trust = dict(TRUST_SHORT=rule.trust_short, TRUST_MEDIUM=rule.trust_medium)
-    return dict(MEDIUM=rule.medium, LONG=rule.long, **trust)
+def _trust_options() -> dict[str, int | float]:
+    trust = dict(TRUST_SHORT=RULE.trust_short, TRUST_MEDIUM=RULE.trust_medium)
+    return dict(MEDIUM=RULE.medium, LONG=RULE.long, **trust)
 
 
 @triton.jit
@@ -304,22 +299,20 @@ def choose_copies_kernel(
     tl.store(lengths + number, tl.where(is_copied, length, -length))
 
 
-def append_tokens_triton(
-    history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted, rule
-):
+def append_tokens_triton(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted):
     """`append_tokens` as a Triton kernel. Tensors contiguous, except the rows of the history."""
     per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
     assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
     bs, verify_len = out_tokens.shape
-    drafts_follow = rule.drafts_follow if was_drafted else 0.0
-    rates = dict(COPIES_FOLLOW=rule.copies_follow, RETRY=rule.retry)
-    options = dict(BLOCK=lanes(verify_len), num_warps=1)
+    drafts_follow = RULE.drafts_follow if was_drafted else 0.0
+    rates = dict(COPIES_FOLLOW=RULE.copies_follow, RETRY=RULE.retry)
     if bs:
         append_tokens_kernel[(bs,)](
             *(history, *per_request, history.stride(0), verify_len, drafts_follow),
-            **_trust_options(rule),
+            **_trust_options(),
             **rates,
-            **options,
+            BLOCK=lanes(verify_len),
+            num_warps=1,
         )
 
 

@@ -189,7 +189,7 @@ class CopySource:
             return np.zeros(bs, dtype=np.int64)
         known = batch.seq_lens_cpu
         longest = int((batch.spec_info.reserved_lens_cpu if known is None else known).max()) + 1
-        self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest, RULE)
+        self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest)
         if self.knows_matches_on_host:
             return (self._keys.amax(dim=1) >> 32).numpy()
         return np.full(bs, UNKNOWN)
@@ -211,7 +211,6 @@ class CopySource:
             batch.seq_lens,
             self._keys,
             self._block_size,
-            RULE,
         )
         self._keys, self._copied = NOTHING_LOOKED_UP.right, self._found
         if self._is_planned:
@@ -254,7 +253,6 @@ class CopySource:
             # If the plan says who copies, estimates replace a request's record.
             torch.zeros_like(accepted.accept_len) if self._is_planned or not lengths.numel() else lengths,
             was_drafted and not self._is_planned,
-            RULE,
         )
         # SGLang waits for later work before it reports accept lengths, so these have arrived by then.
         lengths, right = (numbers.to("cpu", non_blocking=True) for numbers in (lengths, right))
