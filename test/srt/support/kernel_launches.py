@@ -37,29 +37,13 @@ def launch_prepare_window(bs=4, width=16):
 
 def launch_penalize_block(dtype: torch.dtype, has_stops: bool, is_ragged: bool = False, bs=4, width=16):
     vocabulary = 151_936
-    logits, counts = (
-        torch.zeros(bs * width, vocabulary, dtype=dtype),
-        torch.zeros(48, vocabulary, dtype=torch.int32),
-    )
-    ints, floats = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs)
-    tokens, stops = (
-        torch.zeros(bs, width, dtype=torch.int64),
-        torch.zeros(bs, vocabulary) if has_stops else None,
-    )
-    penalties.penalize_block_triton(
-        logits,
-        tokens,
-        counts,
-        ints,
-        ints,
-        floats,
-        floats,
-        floats,
-        ints,
-        ints,
-        stops,
-        *((ints, ints.int()) if is_ragged else ()),
-    )
+    logits = torch.empty(bs * width, vocabulary, dtype=dtype)  # large, and never read
+    counts = torch.empty(48, vocabulary, dtype=torch.int32)
+    tokens, floats = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(bs)
+    ints, stops = torch.zeros(bs, dtype=torch.int64), torch.empty(bs, vocabulary) if has_stops else None
+    terms = penalties.PenaltyTerms(floats, floats, floats, ints, ints, stops)
+    rows = (ints, ints.int()) if is_ragged else ()
+    penalties.penalize_block_triton(logits, tokens, counts, ints, ints, terms, *rows)
 
 
 def launch_count_tokens(bs=4, width=16):

@@ -9,6 +9,7 @@ from itertools import cycle
 
 import numpy as np
 
+from sglang_dflash.srt.speculative.cycle.plan import Requests
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
@@ -121,7 +122,8 @@ class Simulation:
         self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
         matches, caps = np.zeros(n, dtype=int), np.broadcast_to(caps, n)
         for number in range(cycles):
-            choice = self.chooser.choose(born.sum(), rows, modes, n * self.context, matches, caps)
+            requests = Requests(([], False, int(born.sum())), rows, born, modes)
+            choice = self.chooser.choose(requests, n * self.context, matches, caps)
             lengths = choice.lengths
             hits = (self.rng.random(prefix_accept_prob.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from support.checkpoint_fields import GOOD_PEAGLE
 from support.decisions import accepted_blocks
-from support.draft_cases import BASE, SLIDING, FakePlan, lm_head, random_weights
+from support.draft_cases import BASE, SLIDING, FakePlan, draft_cycle, lm_head, random_weights
 from support.engine import Pools, build
 from support.reference_peagle import ReferencePEagle
 from support.rehearsal.attention import attend
@@ -192,7 +192,7 @@ class Simulation:
         )
         self.drafter.begin_prefill(prompts)
         aux_hidden = torch.cat([self.states[r, a:b] for r, a, b in where])
-        slots = torch.cat([self.table[self.pools.rows[r], a:b] for r, a, b in where]).long()
+        slots = torch.cat([self.slots(*place) for place in where])
         next_tokens = torch.stack([self.texts[r, b] for r, _, b in where])
         with self.behind_the_targets_forward():
             self.drafter.prefill(prompts, aux_hidden, slots, next_tokens)
@@ -217,25 +217,16 @@ class Simulation:
             buffer[own] = torch.nan
         self.target_pool.write((row, slice(first, stop)), others.int())
 
-    def begin_cycle(self, chosen: list[int], width: int | None = None) -> Cycle:
-        width = self.width if width is None else width
-        lengths = torch.tensor([self.lengths[r] for r in chosen])
-        positions = lengths[:, None] + torch.arange(width)
-        tokens = torch.full((len(chosen), width), CONFIG["mask_token_id"])
-        tokens[:, 0] = torch.stack([self.texts[r, self.lengths[r]] for r in chosen])
-        return Cycle(
-            bs=len(chosen),
-            verify_len=tokens.shape[1],
-            req_pool_indices=self.pools.rows[chosen],
-            committed=lengths,
-            committed_host=lengths,
-            tokens=tokens,
-            positions=positions,
-            cache_loc=self.table[self.pools.rows[chosen][:, None], positions].flatten().long(),
-            kv_loc_plan=None,
-            can_run_cuda_graph=False,
-            layout=whole_blocks(len(chosen), tokens.shape[1]),
-        )
+    def begin_cycle(self, chosen: list[int]) -> Cycle:
+        lengths = [self.lengths[r] for r in chosen]
+        tokens = torch.full((len(chosen), self.width), CONFIG["mask_token_id"])
+        tokens[:, 0] = self.texts[chosen, lengths]
+        targets = SimpleNamespace(rows=self.pools.rows, slots=self.slots)
+        return draft_cycle(targets, chosen, lengths, tokens, self.width)
+
+    def slots(self, request: int, first: int, stop: int) -> torch.Tensor:
+        """Return the slots of a request's positions, which the target's table names."""
+        return self.table[self.pools.rows[request], first:stop].long()
 
     def reference_logits(self, request: int) -> torch.Tensor:
         text, states = self.texts[request, : self.lengths[request] + 1].tolist(), self.states[request]

@@ -6,7 +6,11 @@ from hypothesis import strategies as st
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
-from sglang_dflash.srt.speculative.acceptance.constraints import count_tokens_torch, penalize_block_torch
+from sglang_dflash.srt.speculative.acceptance.constraints import (
+    Terms,
+    count_tokens_torch,
+    penalize_block_torch,
+)
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 ROWS, VOCABULARY = 7, 1030  # two tiles, the second nearly empty
@@ -35,28 +39,20 @@ def test_penalize_block_equals_its_twin(seed, bs, width, has_stops, dtype, is_ra
     prompt_lens = torch.randint(1, 9, (bs,), generator=rng)
     stops = torch.zeros(bs, VOCABULARY)
     stops[:, [3, 1024]] = -torch.inf
-    columns = torch.stack(
-        [torch.randn(bs, generator=rng), torch.randn(bs, generator=rng), 0.5 + torch.rand(bs, generator=rng)]
-    )
-    arguments = (
-        block,
-        random_counts(rng),
-        torch.randperm(ROWS, generator=rng)[:bs],
-        prompt_lens + torch.randint(9, (bs,), generator=rng),
-        *columns[..., None],
-        torch.randint(12, (bs, 1), generator=rng),
-        prompt_lens[:, None],
-    )
-    arguments = *(argument.to(DEVICE) for argument in arguments), stops.to(DEVICE) if has_stops else None
+    penalties = torch.randn(3, bs, 1, generator=rng)
+    penalties[2] = 0.5 + torch.rand(bs, 1, generator=rng)
+    columns = *penalties, torch.randint(12, (bs, 1), generator=rng), prompt_lens[:, None]
+    terms = Terms(*(column.to(DEVICE) for column in columns), stops.to(DEVICE) if has_stops else None)
+    requests = torch.randperm(ROWS, generator=rng)[:bs]
+    lengths = prompt_lens + torch.randint(9, (bs,), generator=rng)
+    arguments = *(x.to(DEVICE) for x in (block, random_counts(rng), requests, lengths)), terms
     if is_ragged:
         rows = VerifyLayout(bs, width, torch.randint(width, (bs,), generator=rng).numpy(), DEVICE)
-        arguments, logits = (
-            (*arguments, *rows.bounds),
-            rows.pack(logits.to(DEVICE).view(bs, width, -1)),
-        )
+        arguments, logits = (*arguments, *rows.bounds), rows.pack(logits.to(DEVICE).view(bs, width, -1))
     # Rows need not be contiguous.
     got, want = (logits.to(DEVICE, copy=True)[:, :VOCABULARY] for _ in range(2))
-    penalize_block_triton(got, *arguments), penalize_block_torch(want, *arguments)
+    penalize_block_triton(got, *arguments)
+    penalize_block_torch(want, *arguments)
     torch.testing.assert_close(got, want, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
 
 
@@ -68,8 +64,6 @@ def test_count_tokens_equals_its_twin(seed, bs, width):
     tokens = 1020 + torch.randint(4, (bs, width), generator=rng).to(DEVICE)
     accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(DEVICE)
     want = counts.clone()
-    (
-        count_tokens_triton(counts, requests, tokens, accept_len),
-        count_tokens_torch(want, requests, tokens, accept_len),
-    )
+    count_tokens_triton(counts, requests, tokens, accept_len)
+    count_tokens_torch(want, requests, tokens, accept_len)
     assert torch.equal(counts, want)

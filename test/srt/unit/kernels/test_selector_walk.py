@@ -112,7 +112,7 @@ def test_paths_are_drawn_from_the_declared_probabilities():
     def repeat(tensor):
         return tensor.expand(draws, *tensor.shape[1:])
 
-    many = Candidates(*(repeat(t) for t in (found.ids, found.unary, found.gate)))
+    many = Candidates(*map(repeat, found))
     draw = drawing(draws, 3, temperature=0.9)
     tokens, probs = walk(many, repeat(anchors), left, right, draw)
     places = (found.ids == tokens[..., None]).int().argmax(dim=2)
@@ -153,11 +153,10 @@ def test_broken_logits_give_some_candidate():
 def assert_same_walk(case, draw: Draw | None) -> None:
     found, *rest = case
     want, want_probs = walk_torch(found, *rest, draw)
-    on_device = Candidates(*(t.to(DEVICE) for t in (found.ids, found.unary, found.gate)))
+    found = Candidates(*(t.to(DEVICE) for t in found))
     if draw is not None:
-        tensors = (draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms)
-        draw = Draw(*(t.to(DEVICE) for t in tensors), draw.slots)
-    got, got_probs = kernels.walk_triton(on_device, *(t.to(DEVICE) for t in rest), draw)
+        draw = Draw(*(t.to(DEVICE) for t in draw[:-1]), draw.slots)
+    got, got_probs = kernels.walk_triton(found, *(t.to(DEVICE) for t in rest), draw)
     assert torch.equal(got.cpu(), want) and got.dtype == want.dtype
     assert (got_probs is None) == (want_probs is None)
     if got_probs is not None:

@@ -1,10 +1,25 @@
 """Penalties and token counts as kernels; the twins are in `acceptance/constraints.py`."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from sglang_dflash.kernels.ops.speculative.block import lanes
+
+
+class PenaltyTerms(NamedTuple):
+    """Penalties of bs requests, in columns [bs, 1]."""
+
+    frequency: torch.Tensor  # float32
+    presence: torch.Tensor  # float32
+    repetition: torch.Tensor  # float32
+    min_new_tokens: torch.Tensor  # int64
+    prompt_lens: torch.Tensor  # int64
+    # [bs, vocab] float32, contiguous, -inf at the tokens that end a request: added while it is too short to
+    # end. None if no request has a minimum length.
+    stop_logits: torch.Tensor | None
 
 
 def penalize_block_triton(
@@ -13,12 +28,7 @@ def penalize_block_triton(
     counts: torch.Tensor,
     requests: torch.Tensor,
     seq_lens: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    repetition: torch.Tensor,
-    min_new_tokens: torch.Tensor,
-    prompt_lens: torch.Tensor,
-    stop_logits: torch.Tensor | None,
+    terms: PenaltyTerms,
     starts: torch.Tensor | None = None,
     max_accept: torch.Tensor | None = None,
 ) -> None:
@@ -32,22 +42,16 @@ def penalize_block_triton(
         counts: [rows, vocab] int32, emitted tokens.
         requests: [bs] int64, rows of `counts`.
         seq_lens: [bs] int64, tokens before the block.
-        frequency: [bs] float32.
-        presence: [bs] float32.
-        repetition: [bs] float32.
-        min_new_tokens: [bs] int64.
-        prompt_lens: [bs] int64.
-        stop_logits: [bs, vocab] float32, added while a request is too short to end. None: no request is.
+        terms: penalties of the requests.
         starts: [bs] int64, row of each request's anchor. None, like `max_accept`: T is bs * B, each request
             verifies its block.
         max_accept: [bs] int32, verified drafted tokens. None, with `starts`.
     """
-    per_request = block, requests, seq_lens, frequency, presence, repetition, min_new_tokens, prompt_lens
-    assert all(tensor.is_contiguous() for tensor in (*per_request, counts)) and logits.stride(1) == 1
+    inputs = counts, block, requests, seq_lens, *terms
+    assert all(tensor is None or tensor.is_contiguous() for tensor in inputs) and logits.stride(1) == 1
     (bs, verify_len), vocabulary, tile = block.shape, counts.shape[1], 1024
     assert logits.shape[1] == vocabulary and (starts is not None or logits.shape[0] == bs * verify_len)
-    stops = None if stop_logits is None else stop_logits.contiguous()
-    tensors = logits, counts, *per_request, stops, starts, max_accept
+    tensors = logits, *inputs, starts, max_accept
     sizes = logits.stride(0), vocabulary, verify_len
     if bs:
         penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](*tensors, *sizes, TILE=tile, num_warps=4)

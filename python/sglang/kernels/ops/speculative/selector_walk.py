@@ -1,14 +1,13 @@
 """Walk of a DFlash2 selector in one launch; the rule is in `layers/candidate_selector.py`."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
+class Candidates(NamedTuple):
     """Candidates of bs blocks of S slots."""
 
     ids: torch.Tensor  # [bs, S, K] int64, distinct in a slot
@@ -16,8 +15,7 @@ class Candidates:
     gate: torch.Tensor  # [bs, S, r]
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """Parameters of a sampled walk.
 
     The filters are joint and look at the distribution over the K candidates at the request's temperature.
@@ -43,22 +41,23 @@ def walk_triton(
     Arguments as for `candidate_selector.walk`. One program per request: a slot's scores stay in registers, so
     the next one waits for no launch. No host synchronisation. Reads K + 1 rows of the codebooks per slot.
     """
-    ids, unary, gate = candidates.ids, candidates.unary, candidates.gate
-    (bs, slots, count), rank = ids.shape, gate.shape[2]
-    tokens = ids.new_empty((bs, slots))
-    probs = None if draw is None else unary.new_empty((bs, slots, count), dtype=torch.float32)
-    inputs = ids, unary, gate, anchors, predecessor_codebook, successor_codebook
-    sampling: tuple[torch.Tensor | None, ...] = (None,) * 6
+    (bs, slots, count), rank = candidates.ids.shape, candidates.gate.shape[2]
+    tokens = candidates.ids.new_empty((bs, slots))
+    probs, drawn_slots = None, 0
+    sampling: tuple[torch.Tensor | None, ...] = (None,) * 5
     if draw is not None:
-        sampling = draw.temperature, draw.top_k, draw.top_p, draw.min_p, draw.uniforms, probs
-    tensors = [None if tensor is None else tensor.contiguous() for tensor in (*inputs, *sampling, tokens)]
+        probs = candidates.unary.new_empty((bs, slots, count), dtype=torch.float32)
+        sampling, drawn_slots = draw[:-1], draw.slots
+    codebooks = predecessor_codebook, successor_codebook
+    inputs = *candidates, anchors, *codebooks, *sampling, probs, tokens
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in inputs]
     tile, width = triton.next_power_of_2(count), triton.next_power_of_2(rank)
     options = dict(K=tile, R=width, num_warps=max(1, min(8, tile * width // 1024)))
     if bs:
         # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in
         # one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
         options["enable_fp_fusion"] = False
-        walk_kernel[(bs,)](*tensors, slots, count, rank, 0 if draw is None else draw.slots, **options)
+        walk_kernel[(bs,)](*tensors, slots, count, rank, drawn_slots, **options)
     return tokens, probs
 
 

@@ -7,34 +7,27 @@ counts are kept here, on the device, and replace SGLang's own.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.kernels.ops.speculative.penalties import count_tokens_triton, penalize_block_triton
+from sglang_dflash.kernels.ops.speculative.penalties import (
+    PenaltyTerms,
+    count_tokens_triton,
+    penalize_block_triton,
+)
 from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
 
 
-class _Terms(NamedTuple):
-    """Penalties of bs requests, in columns [bs, 1]: float32, and int64 for the lengths.
-
-    `stop_logits` is [bs, vocab] float32, -inf at the tokens that end a request. None if no request has a
-    minimum length.
-    """
-
-    frequency: torch.Tensor
-    presence: torch.Tensor
-    repetition: torch.Tensor
-    min_new_tokens: torch.Tensor
-    prompt_lens: torch.Tensor
-    stop_logits: torch.Tensor | None
+class Terms(PenaltyTerms):
+    """Penalties of requests, and what they do to logits."""
 
     @classmethod
-    def from_requests(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "_Terms":
+    def from_requests(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "Terms":
         """Copy the penalties of SGLang's requests to the device."""
         params = [req.sampling_params for req in reqs]
         min_new_tokens = [p.min_new_tokens for p in params]
@@ -129,7 +122,7 @@ class Penalties:
 
     def penalize_prefill(self, batch: Any) -> None:
         """Replace SGLang's penalties for each request's next token, before the target's forward."""
-        terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
+        terms = Terms.from_requests(batch.reqs, self._shape[1], self._device)
         counts = self._counts[batch.req_pool_indices]
         batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
         batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
@@ -152,9 +145,9 @@ class Penalties:
             logits: [T, vocab] of the verified rows.
             rows: verified slots.
         """
-        terms = _Terms.from_requests(batch.reqs, self._shape[1], self._device)
+        terms = Terms.from_requests(batch.reqs, self._shape[1], self._device)
         run = penalize_block_triton if logits.is_cuda else penalize_block_torch
-        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, *terms, *rows.bounds)
+        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, terms, *rows.bounds)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""
@@ -166,23 +159,10 @@ class Penalties:
 
 
 def penalize_block_torch(
-    logits,
-    block,
-    counts,
-    requests,
-    seq_lens,
-    frequency,
-    presence,
-    repetition,
-    min_new_tokens,
-    prompt_lens,
-    stop_logits,
-    starts=None,
-    max_accept=None,
+    logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None
 ) -> None:
     """Run `penalize_block_triton` in PyTorch, on any device."""
     bs, block_size = block.shape
-    terms = _Terms(frequency, presence, repetition, min_new_tokens, prompt_lens, stop_logits)
     counts, one = counts[requests], counts.new_ones((bs, 1))
     if starts is None:
         starts = torch.arange(bs, device=block.device) * block_size

@@ -147,18 +147,15 @@ class CopySource:
         if not self._has_texts:
             return
         self.stats.on_admission()
-        new = len(prompts.extend_lens) - prompts.num_running
         # The tokens of the prefill lack what the prefix cache had of a new request.
-        cached = [
-            0 if is_continued else length
-            for is_continued, length in zip(prompts.is_continued, prompts.prefix_lens, strict=True)
-        ]
+        prefixes = zip(prompts.new_reqs, prompts.prefix_lens, prompts.is_continued, strict=False)
         texts = [
-            req.get_fill_ids()[:n] if n else ()
-            for req, n in zip(prompts.reqs[:new], cached[:new], strict=True)
+            req.get_fill_ids()[:length] if length and not is_continued else ()
+            for req, length, is_continued in prefixes
         ]
-        self._write(prompts.req_pool_indices[:new], texts)
-        self._records[prompts.req_pool_indices[:new]] = self._start
+        new_rows = prompts.req_pool_indices[: len(texts)]
+        self._write(new_rows, texts)
+        self._records[new_rows] = self._start
         rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
         self.history[rows, prompts.positions] = self._valid(prompts.tokens)
 

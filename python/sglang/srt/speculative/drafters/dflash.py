@@ -98,9 +98,6 @@ class DFlashDrafter(Drafter):
         # If the anchor's row drafts too, the last position needs no row.
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
         self.has_own_table = get_spec().speculative_draft_window_size is not None
-        self._block_input = DFlashVerifyInput(
-            draft_token_num=self.num_draft_rows, capture_hidden_mode=CaptureHiddenMode.NULL
-        )
         # Context of cycles that verified the anchor alone. Nobody reads it before the next block is drafted
         # or another request is prefilled. All rows are of one set of requests: a changed set may give a slot
         # to another request, whose rows are written later.
@@ -205,7 +202,6 @@ class DFlashDrafter(Drafter):
         if self.has_own_table:
             seq_lens, committed_host, plan = self.window.read(cycle)
         seq_lens_cpu = committed_host + num_rows
-        self._block_input.spread = cycle.spread
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=cycle.bs,
@@ -217,7 +213,7 @@ class DFlashDrafter(Drafter):
             seq_lens_cpu=seq_lens_cpu,
             positions=cycle.positions[:, columns].flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._block_input,
+            spec_info=DFlashVerifyInput(num_rows, CaptureHiddenMode.NULL, spread=cycle.spread),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=cycle.bs * num_rows,
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph,

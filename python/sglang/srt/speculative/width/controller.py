@@ -181,7 +181,7 @@ class AdaptiveLengths:
         return choice
 
     def _choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
-        return self.chooser.choose(requests.key, requests.rows, requests.modes, further, matches, caps)
+        return self.chooser.choose(requests, further, matches, caps)
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""

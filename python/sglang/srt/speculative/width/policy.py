@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
-from sglang_dflash.srt.speculative.cycle.plan import Work
+from sglang_dflash.srt.speculative.cycle.plan import Requests, Work
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
 
 # Numbers of requests to draft for, as shares of all.
@@ -110,43 +110,31 @@ class LengthChooser:
         self._held_for = self._turn = self.num_probes = 0
         self._credit = 0.0  # seconds that probes may cost
 
-    def choose(
-        self,
-        key: Any,
-        rows: np.ndarray,
-        modes: np.ndarray,
-        further: int,
-        matches: np.ndarray,
-        caps: np.ndarray,
-    ) -> Choice:
+    def choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
         """Return the held choice, a new one, or a probe.
 
         Args:
-            key: of the batch. A decision holds while it is the same.
-            rows: of the request table. [n]
-            modes: of `MODES`. [n]
+            requests: of the batch. A decision holds while their key is the same.
             further: committed tokens of all requests beyond those that costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
-        has_matches, for_what = bool((matches >= RULE.shortest).any()), (key, caps.tolist())
+        has_matches, for_what = bool((matches >= RULE.shortest).any()), (requests.key, caps.tolist())
         self._held_for += 1
         if not has_matches and self._held_for < _HOLD and self._held[0] == for_what:
             return self._held[1]
         caps = np.minimum(caps, self.max_draft_tokens)
-        choice = self._decide(rows, modes, further, matches, caps)
+        choice = self._decide(requests, further, matches, caps)
         self._held = () if has_matches else for_what, choice
         self._credit += self._probe_share * self._held_for * choice.seconds
         self._held_for = 0
-        return self._probe(choice, rows, further, caps)
+        return self._probe(choice, requests.rows, further, caps)
 
-    def _decide(
-        self, rows: np.ndarray, modes: np.ndarray, further: int, matches: np.ndarray, caps: np.ndarray
-    ) -> Choice:
-        n = len(rows)
+    def _decide(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+        n, modes = len(requests.rows), requests.modes
         verify, draft = self.costs.verify(n, further), self.costs.draft(n)
         is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
-        prefix_accept_prob = np.where(is_allowed, self.drafts.prefix_accept_probs(rows, modes), 0.0)
+        prefix_accept_prob = np.where(is_allowed, self.drafts.prefix_accept_probs(requests.rows, modes), 0.0)
         copies = np.zeros(n, dtype=bool)
         if matches.any():
             copied = np.where(is_allowed, self.copies.prefix_accept_probs(modes, matches), 0.0)
