@@ -197,11 +197,8 @@ def test_a_short_match_gives_way_to_a_good_draft_and_a_long_one_does_not():
 class Drafted:
     """A drafter that proposes 900, 901, ..."""
 
-    writes_context_apart = True
-
-    def __init__(self, block_size: int = 4):
-        self.block_size, self.forwards = block_size, 0
-        self.probs: DraftProbs | None = None
+    writes_context_apart, forwards = True, 0
+    probs: DraftProbs | None = None
 
     def propose(self, cycle, sampling_info=None):
         self.forwards += cycle.verify_len > 1
@@ -253,24 +250,22 @@ class Simulation:
         for row in rows:
             self.texts[row].append(said)
 
-    def propose(self, *rows: int, width: int = 4, sampling_info=None) -> DraftBlock:
+    def propose(self, *rows: int) -> DraftBlock:
         lengths = torch.tensor([len(self.texts[row]) - 1 for row in rows])
-        tokens = torch.full((len(rows), width), 999)
+        tokens = torch.full((len(rows), 4), 999)
         tokens[:, 0] = torch.tensor([self.texts[row][-1] for row in rows])
         self.cycle = SimpleNamespace(
-            bs=len(rows), verify_len=width, tokens=tokens, committed=lengths, committed_host=lengths,
+            bs=len(rows), verify_len=4, tokens=tokens, committed=lengths, committed_host=lengths,
             req_pool_indices=torch.tensor(rows),
         )  # fmt: skip
         batch = SimpleNamespace(
             req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
         )
-        self.matches = self.copies.look_up(batch)
+        self.copies.look_up(batch)
         self.copies.choose(batch, np.zeros(0, dtype=bool))
         self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
         on_host = np.arange(len(rows) if self.was_drafted else 0)
-        return self.copies.overlay(
-            draft_subset(self.drafter, self.cycle, on_host, width, sampling_info, None)
-        )
+        return self.copies.overlay(draft_subset(self.drafter, self.cycle, on_host, 4, None, None))
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)
@@ -311,10 +306,14 @@ def test_a_running_request_of_a_mixed_batch():
 
 
 def test_images_are_not_copied():
-    played = Simulation()
+    """A copied token beside drawn ones has probability 1, as nothing else was possible."""
+    ids = torch.tensor([[900, 7], [901, 7], [902, 7]]).repeat(2, 1, 1)
+    played = Simulation(probs=DraftProbs(ids, torch.tensor([0.25, 0.75]).expand(2, 3, 2)))
     text = [1, 2, 3, 4, 5, 10, 10**7, 12, 60, 1, 2, 3, 4]
     played.prefill({1: (text, 0), 4: ([30, 31, 32], 0)}, said=5)
-    assert played.propose(1, 4).tokens.tolist() == [[5, 10, 901, 902], [5, 900, 901, 902]]
+    block = played.propose(1, 4)
+    assert block.tokens.tolist() == [[5, 10, 901, 902], [5, 900, 901, 902]]
+    assert block.probs.prob_of(block.tokens[:, 1:]).tolist() == [[1, 0.25, 0.25], [0.25, 0.25, 0.25]]
     pads = [10**7] * 12
     played.prefill({1: ([*pads, 6, *pads], 0)}, said=6)
     assert played.propose(1).tokens.tolist() == [[6, 900, 901, 902]]

@@ -19,6 +19,9 @@ class BlockKeys:
         wrapper: FlashInfer's paged prefill wrapper, whose buffers become these.
         num_queries: of each request. 0: every forward has another layout.
         translator: SGLang's `KVIndexTranslator` of the wrapper's backend.
+
+    Attributes:
+        offsets: [bs + 1] int32, of each request's keys.
     """
 
     def __init__(self, wrapper: Any, num_queries: int, translator: Any):
@@ -26,16 +29,11 @@ class BlockKeys:
         # SGLang 0.5.22 has no such arguments.
         self._takes_sizes = "num_token_blocks" in inspect.signature(translator.pack_read_stream).parameters
         self._bs = wrapper._fixed_batch_size
-        self._offsets = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
-        assert all(len(offsets) == self._bs + 1 for offsets in self._offsets)
+        self.offsets, self._queries = wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf
+        assert len(self.offsets) == len(self._queries) == self._bs + 1
         self._indices = wrapper._paged_kv_indices_buf
-        self._lengths = wrapper._paged_kv_indptr_buf.new_empty(self._bs, dtype=torch.int64)
+        self._lengths = self.offsets.new_empty(self._bs, dtype=torch.int64)
         self._written: Any = None  # SGLang's plan of the cycle whose keys these are
-
-    @property
-    def offsets(self) -> torch.Tensor:
-        """Offsets of each request's keys. [bs + 1] int32"""
-        return self._offsets[0]
 
     def share_with(self, wrapper: Any, num_queries: int, translator: Any) -> bool:
         """Have another wrapper read these, before its graph is captured.
@@ -52,7 +50,7 @@ class BlockKeys:
             or len(wrapper._paged_kv_indices_buf) > len(self._indices)
         ):
             return False
-        wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf = self._offsets
+        wrapper._paged_kv_indptr_buf, wrapper._qo_indptr_buf = self.offsets, self._queries
         wrapper._paged_kv_indices_buf = self._indices
         return True
 
@@ -71,14 +69,14 @@ class BlockKeys:
         pack_blocks(
             forward_batch.seq_lens[: self._bs],
             self._num_queries,
-            (self._lengths, *self._offsets),
+            (self._lengths, self.offsets, self._queries),
             None if layout is None else layout.verify_lens,
         )
         self._translator.pack_read_stream(
             plan,
             req_pool_indices=forward_batch.req_pool_indices[: self._bs],
             seq_lens=self._lengths,
-            indptr=self._offsets[0],
+            indptr=self.offsets,
             # The upper bounds of the lengths may exceed the buffer, the keys do not.
             out=self._indices[:num_keys],
             # Several programs for each request if contexts are long.

@@ -52,9 +52,9 @@ def choose_lengths(
     num_free = int(is_free.sum())
     sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
     all_may = int((prefix_accept_prob > 0).all(axis=0).sum())  # s falls along a request
-    equal = np.arange(all_may + 1)
-    tokens_of_all = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[equal]
-    seconds_of_all = verify[n * equal] + np.where(equal > 0, draft[n - num_free], 0.0)
+    length_of_all = np.arange(all_may + 1)  # if the lengths are equal
+    tokens_of_all = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[length_of_all]
+    seconds_of_all = verify[n * length_of_all] + np.where(length_of_all > 0, draft[n - num_free], 0.0)
     best = int(np.argmax(tokens_of_all / seconds_of_all))
     worth = prefix_accept_prob.sum(axis=1) + np.where(is_free, max_draft_tokens, 0)
     rank = np.empty(n, dtype=int)
