@@ -284,7 +284,8 @@ class DFlashWorker(BaseSpecWorker):
         self._notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, plan, on_publish, grammar_barrier)
         if self._has_graph_plans and not result.can_run_cuda_graph:
-            count("cycles_without_graph", f"no CUDA graph was captured for {len(batch.reqs)} requests")
+            reason = f"no CUDA graph was captured for a batch of {len(batch.reqs)} requests"
+            count("cycles_without_graph", reason)
         cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
         if self._plans_within_bounds or verify_len == 1:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs
