@@ -43,8 +43,9 @@ def walk_triton(
     """
     (bs, slots, count), rank = candidates.ids.shape, candidates.gate.shape[2]
     tokens = candidates.ids.new_empty((bs, slots))
-    probs, drawn_slots = None, 0
+    probs: torch.Tensor | None = None
     sampling: tuple[torch.Tensor | None, ...] = (None,) * 5
+    drawn_slots = 0
     if draw is not None:
         probs = candidates.unary.new_empty((bs, slots, count), dtype=torch.float32)
         sampling, drawn_slots = draw[:-1], draw.slots

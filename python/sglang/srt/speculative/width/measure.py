@@ -200,7 +200,7 @@ class _CycleTimer:
         table[:requests, :length] = before
 
     def time_loads(
-        self, cycles: list[tuple[int, ...]], loads: list[int], context: int, budget: float
+        self, cycles: Sequence[tuple[int, ...]], loads: list[int], context: int, budget: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return each cycle's seconds, its draft's [loads, cycles], and which loads are steady.
 
@@ -253,7 +253,7 @@ class _CycleTimer:
         return max(float(np.median(added)), 0.0) / (n * (longer - context)) / reads
 
     @torch.no_grad()
-    def _time_cycles(self, cycles: list[tuple[int, ...]], n: int, context: int) -> np.ndarray:
+    def _time_cycles(self, cycles: Sequence[tuple[int, ...]], n: int, context: int) -> np.ndarray:
         """Return the seconds of each cycle, and of its draft. [2, cycles]
 
         A cycle is given by the drafted tokens that its requests verify, in turn. The last, which is one of
