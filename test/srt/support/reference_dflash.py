@@ -6,6 +6,7 @@ float32 code under test.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear, silu
@@ -38,30 +39,18 @@ class ReferenceDFlash:
 
         embeddings: [B, hidden], the anchor's and the mask token's, from the target's table.
         """
-        anchor = context[0][0].shape[0]
-        positions = anchor + torch.arange(embeddings.shape[0])
         hidden = embeddings.double()
         for layer in range(self.num_layers):
-            name = f"layers.{layer}"
-            normed = self._norm(f"{name}.input_layernorm", hidden)
-            query = self._linear(f"{name}.self_attn.q_proj", normed).view(-1, self.num_heads, self.head_dim)
-            query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
-            block_keys, block_values = self._keys_values(layer, normed, positions)
-            keys, values = (
-                torch.cat([context[layer][0], block_keys]),
-                torch.cat([context[layer][1], block_values]),
-            )
-            attended = self._attend(layer, query, keys, values, anchor)
-            hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended)
-            normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-            gated = silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
-                f"{name}.mlp.up_proj", normed
-            )
-            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gated)
+            normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
+            hidden = self._run_layer(layer, hidden, normed, context[layer])
         return self._norm("norm", hidden)
 
-    def sees(self, layer: int, query: int, key: int, anchor: int) -> bool:
-        """Return whether the block slot at position `query` attends to position `key`.
+    def greedy_path(self, hidden: torch.Tensor, head: torch.Tensor, anchor: int) -> list[int]:
+        """Return the drafted tokens. hidden: [slots that draft, hidden]; head: [vocab, hidden]."""
+        return (hidden @ head.double().T).argmax(-1).tolist()
+
+    def sees(self, layer: int, query: torch.Tensor, key: torch.Tensor, anchor: int) -> torch.Tensor:
+        """Return whether block slots at positions `query` attend to positions `key`.
 
         A full layer sees everything, unless the config says `is_causal: true` or `causal: true`. In a
         sliding layer of window W (the query counts) the window reaches back from the query; such a layer is
@@ -71,25 +60,59 @@ class ReferenceDFlash:
         config = self.config
         if (config.get("layer_types") or ["full_attention"] * self.num_layers)[layer] == "full_attention":
             causal = config.get("is_causal", config["dflash_config"].get("causal"))
-            return key <= query if causal else True
+            return (key <= query) | (not causal)
         if config["dflash_config"].get("window_from_anchor"):
             last = key if config.get("is_causal") is False else query
-            return anchor - config["sliding_window"] <= key <= last
+            return (anchor - config["sliding_window"] <= key) & (key <= last)
         if config.get("is_causal") is False or config["dflash_config"].get("is_causal") is False:
             return abs(key - query) < config["sliding_window"]
-        return query - config["sliding_window"] < key <= query
+        return (query - config["sliding_window"] < key) & (key <= query)
+
+    def _run_layer(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        normed: torch.Tensor,
+        before: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return a layer's output for the rows behind the keys and values `before`."""
+        name = f"layers.{layer}"
+        first = len(before[0])
+        positions = first + torch.arange(len(hidden))
+
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            query = self._linear(f"{name}.self_attn.q_proj", x).view(-1, self.num_heads, self.head_dim)
+            query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
+            sides = zip(before, self._keys_values(layer, x, positions))
+            attended = self._attend(layer, query, *map(torch.cat, sides), first)
+            return self._linear(f"{name}.self_attn.o_proj", attended)
+
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            gate, up = (self._linear(f"{name}.mlp.{part}_proj", x) for part in ("gate", "up"))
+            return self._linear(f"{name}.mlp.down_proj", silu(gate) * up)
+
+        hidden = hidden + self._wrapped(f"{name}.attention_conv", normed, attention)
+        normed = self._norm(f"{name}.post_attention_layernorm", hidden)
+        return hidden + self._wrapped(f"{name}.mlp_conv", normed, mlp)
+
+    def _wrapped(
+        self, name: str, x: torch.Tensor, sublayer: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Run a sublayer; DFlash2 has a convolution of this name around it."""
+        return sublayer(x)
 
     def _attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, anchor: int
     ) -> torch.Tensor:
-        output = torch.empty_like(query)
-        for slot in range(query.shape[0]):
-            seen = [key for key in range(keys.shape[0]) if self.sees(layer, anchor + slot, key, anchor)]
-            for head in range(self.num_heads):
-                shared = head * self.num_kv_heads // self.num_heads
-                scores = keys[seen, shared] @ query[slot, head] / math.sqrt(self.head_dim)
-                output[slot, head] = torch.softmax(scores, dim=0) @ values[seen, shared]
-        return output.flatten(1)
+        """Attend from rows at positions from `anchor`, a few at a time: a text has thousands."""
+        keys, values = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (keys, values))
+        parts = []
+        for rows in torch.arange(len(query)).split(256):
+            seen = self.sees(layer, anchor + rows[:, None], torch.arange(len(keys)), anchor)
+            scores = torch.einsum("qhd,khd->hqk", query[rows], keys) / math.sqrt(self.head_dim)
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, values))
+        return torch.cat(parts).flatten(1)
 
     def _keys_values(
         self, layer: int, states: torch.Tensor, positions: torch.Tensor

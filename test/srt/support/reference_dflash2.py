@@ -6,41 +6,12 @@ vllm-project/vllm#52816 and sgl-project/sglang#35371, token by token.
 
 import torch
 from support.reference_dflash import ReferenceDFlash
-from torch.nn.functional import silu
 
 
 class ReferenceDFlash2(ReferenceDFlash):
     def __init__(self, config: dict, weights: dict[str, torch.Tensor]):
         super().__init__(config, weights)
         self.options = config["dflash_config"]
-
-    def block_hidden(self, embeddings, context):
-        anchor = context[0][0].shape[0]
-        positions = anchor + torch.arange(embeddings.shape[0])
-        hidden = embeddings.double()
-        for layer in range(self.num_layers):
-            name = f"layers.{layer}"
-
-            def attention(x, name=name, layer=layer):
-                query = self._linear(f"{name}.self_attn.q_proj", x).view(-1, self.num_heads, self.head_dim)
-                query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
-                sides = zip(context[layer], self._keys_values(layer, x, positions))
-                keys, values = (torch.cat(parts) for parts in sides)
-                return self._linear(
-                    f"{name}.self_attn.o_proj", self._attend(layer, query, keys, values, anchor)
-                )
-
-            def mlp(x, name=name):
-                gated = silu(self._linear(f"{name}.mlp.gate_proj", x)) * self._linear(
-                    f"{name}.mlp.up_proj", x
-                )
-                return self._linear(f"{name}.mlp.down_proj", gated)
-
-            normed = self._norm(f"{name}.input_layernorm", hidden)
-            hidden = hidden + self._wrapped(f"{name}.attention_conv", normed, attention)
-            normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-            hidden = hidden + self._wrapped(f"{name}.mlp_conv", normed, mlp)
-        return self._norm("norm", hidden)
 
     def _wrapped(self, name: str, x: torch.Tensor, sublayer) -> torch.Tensor:
         taps = self.options.get("conv_kernel_size")

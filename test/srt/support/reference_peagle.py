@@ -4,11 +4,8 @@ A step runs over the whole text, or over a block behind the text's keys and valu
 (arXiv 2602.01469) and from what the speculators library's model does, not from ours.
 """
 
-import math
-
 import torch
 from support.reference_dflash import ReferenceDFlash
-from torch.nn.functional import silu
 
 
 class ReferencePEagle(ReferenceDFlash):
@@ -24,7 +21,7 @@ class ReferencePEagle(ReferenceDFlash):
         self.num_drafted: int = method["speculative_tokens"]
 
     def sees(self, layer, query, key, anchor):
-        """Return whether position `query` attends to position `key`, of numbers or of tensors."""
+        """Return whether positions `query` attend to positions `key`."""
         if self.config["layer_types"][layer] == "full_attention":
             return key <= query
         return (query - self.config["sliding_window"] < key) & (key <= query)
@@ -63,9 +60,10 @@ class ReferencePEagle(ReferenceDFlash):
         return self._logits(hidden)
 
     def _forward(self, tokens: list[int], states: torch.Tensor, before: list | None = None):
-        """Return the rows' hidden states and each layer's keys and values, those of `before` included."""
-        first = 0 if before is None else len(before[0][0])
-        positions = first + torch.arange(len(tokens))
+        """Return the hidden states and each layer's keys and values of rows behind those of `before`."""
+        nothing = torch.empty(0, self.num_kv_heads, self.head_dim, dtype=torch.float64)
+        before = before or [(nothing, nothing)] * self.num_layers
+        positions = len(before[0][0]) + torch.arange(len(tokens))
         embeddings = self.weights["embed_tokens.weight"][torch.tensor(tokens)]
         hidden = self._linear("fc", states)
         found = []
@@ -76,31 +74,9 @@ class ReferencePEagle(ReferenceDFlash):
                 fused = self._norm(f"{name}.hidden_norm", hidden)
                 hidden = fused if self.norm_before_residual else hidden
                 normed = torch.cat((normed, fused), dim=-1)
-            query = self._linear(f"{name}.self_attn.q_proj", normed).view(-1, self.num_heads, self.head_dim)
-            query = self._rotate(self._norm(f"{name}.self_attn.q_norm", query), positions)
-            keys, values = self._keys_values(layer, normed, positions)
-            if before is not None:
-                keys, values = (torch.cat(sides) for sides in zip(before[layer], (keys, values)))
-            found.append((keys, values))
-            attended = self._attend(layer, query, keys, values, anchor=first)
-            hidden = hidden + self._linear(f"{name}.self_attn.o_proj", attended)
-            normed = self._norm(f"{name}.post_attention_layernorm", hidden)
-            gated = silu(self._linear(f"{name}.mlp.gate_proj", normed)) * self._linear(
-                f"{name}.mlp.up_proj", normed
-            )
-            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gated)
+            found.append(self._keys_values(layer, normed, positions))
+            hidden = self._run_layer(layer, hidden, normed, before[layer])
         return hidden, found
-
-    def _attend(self, layer, query, keys, values, anchor):
-        """Attend from rows at positions from `anchor`, a few at a time: a text has thousands."""
-        keys, values = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (keys, values))
-        parts = []
-        for rows in torch.arange(len(query)).split(256):
-            seen = self.sees(layer, anchor + rows[:, None], torch.arange(len(keys)), anchor)
-            scores = torch.einsum("qhd,khd->hqk", query[rows], keys) / math.sqrt(self.head_dim)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            parts.append(torch.einsum("hqk,khd->qhd", weights, values))
-        return torch.cat(parts).flatten(1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._norm("norm", hidden) @ self.weights["lm_head.weight"].T

@@ -66,7 +66,7 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
 
     sees = case.reference.sees
     case.reference.sees = lambda layer, query, key, anchor: (
-        key >= anchor - window and sees(layer, query, key, anchor)
+        (key >= anchor - window) & sees(layer, query, key, anchor)
     )
     for request, aux_hidden in enumerate(contexts):
         embeddings = case.embedding.weight.data[blocks[request]]
