@@ -4,6 +4,7 @@ The config file of `--speculative-adaptive-config` then also takes a `schedule`:
 verified in turn instead of what the policy chooses. The policy still learns and decides.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -33,18 +34,14 @@ def read_schedule(module) -> None:
 
 def follow_schedule(module) -> None:
     """Replace the policy's choices by those of the schedule, if there is one."""
-    choose = module.AdaptiveLengths._choose
+    choose, cycles = module.LengthChooser.choose, itertools.count()
 
-    def choose_by_schedule(self, requests, further, matches, caps):
-        choice = choose(self, requests, further, matches, caps)
+    def choose_by_schedule(self, key, rows, modes, further, matches, caps):
+        choice = choose(self, key, rows, modes, further, matches, caps)
         schedule = json.loads(os.environ.get(_VARIABLE, "[]"))
-        return (
-            scheduled(choice, requests.rows, self._num_cycles, schedule, matches, caps)
-            if schedule
-            else choice
-        )
+        return scheduled(choice, rows, next(cycles), schedule, matches, caps) if schedule else choice
 
-    module.AdaptiveLengths._choose = choose_by_schedule
+    module.LengthChooser.choose = choose_by_schedule
 
 
 def scheduled(

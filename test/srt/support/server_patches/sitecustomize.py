@@ -5,40 +5,36 @@ separated by spaces. A module that is not imported yet is patched when it is.
 """
 
 import functools
+import importlib
 import itertools
 import os
 import sys
 from pathlib import Path
 
 
-def known_costs(module) -> None:
+def _give_costs(module, verify, draft) -> None:
     """Give adaptive width the costs of its cycles instead of measuring them.
 
-    With these, drafting pays for a few dozen requests, and their own acceptance decides how much of a block.
+    verify: seconds of [loads, 1] requests that verify [slots] each. draft: of a draft for [loads] requests.
     """
     assert hasattr(module, "_measure")
 
     def costs(worker, backends, widths, budget):
         loads, slots = module.np.array([1, 64]), module.np.array(widths)
-        rows = loads[:, None] * slots
-        return module.CostTable(loads, slots, 0.010 + 0.00006 * rows, 0.002 + 0.00005 * loads)
+        return module.CostTable(loads, slots, verify(loads[:, None], slots), draft(loads))
 
     module._measure = costs
     module.CostTable.observe = lambda table, work, seconds: None  # nor does a cycle correct them
 
 
-def read_schedule(module) -> None:
-    """Let the settings of adaptive width have a `schedule`."""
-    from support.server_patches import scheduled_lengths
-
-    scheduled_lengths.read_schedule(module)
+def known_costs(module) -> None:
+    """Let drafting pay for a few dozen requests; their own acceptance decides how much of a block."""
+    _give_costs(module, lambda n, slots: 0.010 + 0.00006 * n * slots, lambda n: 0.002 + 0.00005 * n)
 
 
-def follow_schedule(module) -> None:
-    """Verify the lengths of the schedule, if there is one."""
-    from support.server_patches import scheduled_lengths
-
-    scheduled_lengths.follow_schedule(module)
+def cheap_rows(module) -> None:
+    """Let a row cost a hundredth of a plain cycle, and a draft 0.3 of one."""
+    _give_costs(module, lambda n, slots: 1 + 0.01 * n * (slots - 1), lambda n: 0.3 + 0 * n)
 
 
 def strict_sync(module) -> None:
@@ -94,28 +90,6 @@ def broken_logits(module) -> None:
     module.observers_from_environment = lambda: [*from_environment(), BreakLogits()]
 
 
-def allow_deterministic_on_cpu(module) -> None:
-    """Allow --enable-deterministic-inference with CPU attention.
-
-    SGLang refuses it, as a row's rounding may depend on its batch. In float32 that hardly ever decides a
-    draw.
-    """
-    module.add_deterministic_attention_backend_choices(["torch_native"])
-
-
-def no_batch_invariant_kernels(module) -> None:
-    """Skip batch-invariant kernels: a CPU has none."""
-    module.ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
-
-
-def overcommit(module) -> None:
-    """Let the scheduler admit more requests than the pool can hold to their end.
-
-    It is told that answers are short (SGLang's SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, read at import).
-    """
-    module.CLIP_MAX_NEW_TOKENS = 8
-
-
 # Cycles from one planted fault to the next.
 PLANTED_EVERY = 25
 
@@ -132,14 +106,21 @@ def leaked_slot(module) -> None:
     module.DFlashWorker.decode = leak_and_decode
 
 
-def dropped_accept(module) -> None:
-    """Drop the last accepted drafted token; the bonus token takes its place."""
+def _every_so_often(module, change) -> None:
+    """Change what is accepted in one cycle of PLANTED_EVERY."""
     accept, cycles = module.Acceptor.accept, itertools.count(1)
 
-    def accept_and_drop(self, *args):
+    def accept_and_change(self, *args):
         accepted = accept(self, *args)
-        if next(cycles) % PLANTED_EVERY:
-            return accepted
+        return accepted if next(cycles) % PLANTED_EVERY else change(accepted)
+
+    module.Acceptor.accept = accept_and_change
+
+
+def dropped_accept(module) -> None:
+    """Drop the last accepted drafted token; the bonus token takes its place."""
+
+    def drop(accepted):
         reported, less = accepted.reported.clone(), (accepted.accept_len > 0).int()
         for row in less.nonzero()[:, 0].tolist():
             last = int(accepted.accept_len[row])
@@ -148,36 +129,18 @@ def dropped_accept(module) -> None:
         shorter = {name: getattr(accepted, name) - less for name in names}
         return accepted._replace(tokens=reported, reported=reported, **shorter)
 
-    module.Acceptor.accept = accept_and_drop
+    _every_so_often(module, drop)
 
 
 def swapped_request(module) -> None:
     """Let two requests of a batch report each other's tokens."""
-    accept, cycles = module.Acceptor.accept, itertools.count(1)
 
-    def accept_and_swap(self, *args):
-        accepted = accept(self, *args)
-        if next(cycles) % PLANTED_EVERY == 0 and len(accepted.reported) > 1:
-            reported = accepted.reported.clone()
-            reported[:2] = accepted.reported[:2].flip(0)
-            accepted = accepted._replace(reported=reported)
-        return accepted
+    def swap(accepted):
+        reported = accepted.reported.clone()
+        reported[:2] = accepted.reported[:2].flip(0)
+        return accepted._replace(reported=reported)
 
-    module.Acceptor.accept = accept_and_swap
-
-
-def set_the_stage(module) -> None:
-    """Rehearse SGLang's CUDA attention and graphs on CPU tensors."""
-    from support.rehearsal import stage
-
-    stage.set_the_stage(module)
-
-
-def pretend_support(module) -> None:
-    """Let SGLang's own DFLASH accept the CPU in a rehearsal of the fallback."""
-    from support.rehearsal import stage
-
-    stage.pretend_support(module)
+    _every_so_often(module, swap)
 
 
 def lora_on_cpu(module) -> None:
@@ -204,41 +167,18 @@ def another_sglang(module) -> None:
     )
 
 
-def another_version(module) -> None:
-    """Name the pretended version."""
-    module.installed_version = lambda: "0.5.99"
+def setting(name: str, value):
+    """Return a patch that sets a name of a module."""
+    return lambda module: setattr(module, name, value)
 
 
-def masks_of_draws(module) -> None:
-    """Return sampling masks of sampled requests: SGLang wants a CUDA kernel for them, and no `min_p`."""
-    module.validate_spec_sampling_mask_request = lambda req, spec_algorithm: None
-
-
-def no_memory_reserve(module) -> None:
-    """Let a host pool take the last 10 GiB of memory, which SGLang leaves free."""
-    module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
-
-
-def kv_transfer(module) -> None:
-    """Serve disaggregation and the hierarchical cache on a CPU."""
-    from support import cpu_room
-
-    cpu_room.serve_transfer(module)
-
-
-def more_recurrent_targets(module) -> None:
-    """Serve Qwen3-Next and LFM2 on a CPU, and interpreted ReplaySSM."""
-    from support import cpu_room
-
-    cpu_room.serve_recurrent_targets(module)
-
-
-# name -> module -> what to do to it
+# name -> module -> what to do to it: a function of the module, or where in `support` it is
 PATCHES = {
     "known_costs": {"sglang_dflash.srt.speculative.width.measure": known_costs},
+    "cheap_rows": {"sglang_dflash.srt.speculative.width.measure": cheap_rows},  # instead of known costs
     "scheduled_lengths": {
-        "sglang_dflash.srt.speculative.width.settings": read_schedule,
-        "sglang_dflash.srt.speculative.width.controller": follow_schedule,
+        "sglang_dflash.srt.speculative.width.settings": "server_patches.scheduled_lengths:read_schedule",
+        "sglang_dflash.srt.speculative.width.policy": "server_patches.scheduled_lengths:follow_schedule",
     },
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
@@ -247,33 +187,52 @@ PATCHES = {
     "dropped_accept": {"sglang_dflash.srt.speculative.acceptance.acceptor": dropped_accept},
     "swapped_request": {"sglang_dflash.srt.speculative.acceptance.acceptor": swapped_request},
     "misdeclared_draft": {"sglang_dflash.srt.speculative.drafters.sampling": misdeclared_draft},
-    "masks_of_draws": {"sglang.srt.managers.scheduler": masks_of_draws},
-    "overcommit": {"sglang.srt.managers.schedule_policy": overcommit},
-    "no_memory_reserve": {"sglang.srt.mem_cache.pool_host.base": no_memory_reserve},
+    # Sampling masks of sampled requests: SGLang wants a CUDA kernel for them, and no `min_p`.
+    "masks_of_draws": {
+        "sglang.srt.managers.scheduler": setting("validate_spec_sampling_mask_request", lambda *_: None)
+    },
+    # The scheduler admits more requests than the pool can hold to their end: it is told that answers are
+    # short (SGLang's SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, read at import).
+    "overcommit": {"sglang.srt.managers.schedule_policy": setting("CLIP_MAX_NEW_TOKENS", 8)},
+    # A host pool may take the last 10 GiB of memory, which SGLang leaves free.
+    "no_memory_reserve": {
+        "sglang.srt.mem_cache.pool_host.base": setting("HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
+    },
     "another_sglang": {
         "sglang_dflash.srt.plugins.patches": another_sglang,
-        "sglang_dflash.srt.plugins.compatibility": another_version,
+        "sglang_dflash.srt.plugins.compatibility": setting("installed_version", lambda: "0.5.99"),
     },
     "lora_on_cpu": {
         "sglang.srt.lora.backend.torch_backend": lora_on_cpu,
         "sglang.srt.lora.layers": lora_on_cpu,
     },
     "rehearsal": {
-        "sglang_dflash.srt.plugins.algorithm": set_the_stage,
-        "sglang.srt.arg_groups.speculative_hook": pretend_support,
+        "sglang_dflash.srt.plugins.algorithm": "rehearsal.stage:set_the_stage",
+        "sglang.srt.arg_groups.speculative_hook": "rehearsal.stage:pretend_support",
     },
-    "kv_transfer": {"sglang_dflash.srt.plugins.patches": kv_transfer},
-    "more_recurrent_targets": {"sglang_dflash.srt.plugins.patches": more_recurrent_targets},
+    # What no user deploys on a CPU.
+    "kv_transfer": {"sglang_dflash.srt.plugins.patches": "cpu_room:serve_transfer"},
+    "more_recurrent_targets": {"sglang_dflash.srt.plugins.patches": "cpu_room:serve_recurrent_targets"},
+    # SGLang refuses --enable-deterministic-inference with CPU attention, as a row's rounding may depend on
+    # its batch. In float32 that hardly ever decides a draw. A CPU has no batch-invariant kernels.
     "deterministic_on_cpu": {
-        "sglang.srt.arg_groups.choices": allow_deterministic_on_cpu,
-        "sglang.srt.model_executor.model_runner": no_batch_invariant_kernels,
+        "sglang.srt.arg_groups.choices": lambda module: module.add_deterministic_attention_backend_choices(
+            ["torch_native"]
+        ),
+        "sglang.srt.model_executor.model_runner": lambda module: setattr(
+            module.ModelRunner, "maybe_enable_batch_invariant_mode", lambda self: None
+        ),
     },
 }
 
 
-def make(patch, module) -> None:
+def make(name: str, patch, module) -> None:
+    """Apply a part of the patch of this name."""
+    if isinstance(patch, str):
+        file, _, function = patch.partition(":")
+        patch = getattr(importlib.import_module(f"support.{file}"), function)
     patch(module)
-    print(f"server patch: {patch.__name__}", flush=True)
+    print(f"server patch: {name}", flush=True)
 
 
 if "SERVER_PATCH" in os.environ:
@@ -283,12 +242,14 @@ if "SERVER_PATCH" in os.environ:
         from support.rehearsal import cuda_branches
 
         cuda_branches.install()
-    patches = {module: patch for name in asked for module, patch in PATCHES[name].items()}
-    for name in patches.keys() & sys.modules.keys():  # in a fork of a process that has it (warm_start.py)
-        make(patches[name], sys.modules[name])
+    patches = {
+        module: functools.partial(make, name, patch)
+        for name in asked
+        for module, patch in PATCHES[name].items()
+    }
+    for module in patches.keys() & sys.modules.keys():  # in a fork of a process that has it (warm_start.py)
+        patches.pop(module)(sys.modules[module])
     sys.path.append(str(Path(__file__).parents[4] / "benchmark"))
     from after_import import after_import
 
-    after_import(
-        {name: functools.partial(make, patch) for name, patch in patches.items() if name not in sys.modules}
-    )
+    after_import(patches)
