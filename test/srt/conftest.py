@@ -68,19 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.core:
         sys.meta_path.insert(0, SGLangBlocker())
     if config.option.record_cycles:
-        recorder = Recorder(config.option.record_cycles)
-        recorder.install()
-        config.pluginmanager.register(RecorderPlugin(recorder))
-
-
-class RecorderPlugin:
-    """Writes the recorded cycles after each test."""
-
-    def __init__(self, recorder: Recorder):
-        self._recorder = recorder
-
-    def pytest_runtest_logfinish(self) -> None:
-        self._recorder.write()
+        config.pluginmanager.register(Recorder(config.option.record_cycles))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
