@@ -13,9 +13,7 @@ def empty_flat_page(self: Any) -> torch.Tensor:
 
 
 def normalize_kv_mem_kinds(kinds: list[str] | None, expected_len: int) -> list[str]:
-    """Give all KV buffers the kind of host memory. kinds: one per buffer, or None."""
-    if kinds is not None and len(kinds) != expected_len:
-        raise ValueError(f"{len(kinds)} kinds of memory for {expected_len} KV buffers")
+    """Give all KV buffers the kind of host memory."""
     return ["DRAM"] * expected_len
 
 
@@ -71,9 +69,7 @@ def host_register(buffer: torch.Tensor, registration_granularity_bytes: int | No
     """Replace SGLang's, which page-locks `buffer` for copies by a GPU: do nothing."""
 
 
-def back_up_all_layers(
-    self: Any, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
-) -> None:
+def back_up_all_layers(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, *_: Any) -> None:
     """Save KV: rows device_indices [n] to host_indices [n], int64."""
     sides = ((self.k_data_refs, self.device_k_buffers), (self.v_data_refs, self.device_v_buffers))
     for host_layers, layers in sides:
@@ -84,12 +80,11 @@ def back_up_all_layers(
 def restore_layer(
     self: Any,
     device_pool: Any,
-    host_indices: torch.Tensor,
-    device_indices: torch.Tensor,
+    host_indices: Any,
+    device_indices: Any,
     layer_id: int,
-    io_backend: str,
-    *,
-    is_draft: bool = False,
+    *_: Any,
+    is_draft=False,
 ) -> None:
     """Restore one layer at other rows; like SGLang's, do nothing for layers it lacks."""
     if is_draft or 0 <= layer_id < self.target_layer_num:

@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from support.patching import patch_around
 from support.rehearsal import launches
 
 from sglang_dflash.srt.plugins import patch
@@ -35,14 +36,8 @@ def follow_the_fallback(attention: Callable[[], None], buckets: tuple[int, ...])
         attention()
         return _on_stage(original(self, server_args), buckets)
 
-    stage = patch.Patch(
-        target="sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker",
-        why="rehearse SGLang's worker",
-        build=lambda: create,
-        kind="around",
-        upstream="none",
-    )
-    patch.install((stage,))
+    target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+    patch.install((patch_around(target, create),))
 
 
 class PlatformWithDFlash:
