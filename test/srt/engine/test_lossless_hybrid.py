@@ -19,7 +19,7 @@ from serving import HYBRID_DRAFT as DRAFT
 from serving import HYBRID_PEAGLE_DRAFT as PEAGLE_DRAFT
 from serving import HYBRID_TARGET as TARGET
 from serving import WHOLE_BLOCKS, dflash_arguments, heldout_prompts
-from support.drafts import random_peagle_draft, read_config
+from support.drafts import read_config
 from support.families import lengthen_memory
 from support.parity import FLOAT32_TIE
 from support.plain_loop import plain_loop
@@ -98,6 +98,7 @@ CONFIGURATIONS = (
     ),
 )
 
+DRAFTS = {"dflash": DRAFT, "dflash2": DFLASH2_DRAFT, "peagle": PEAGLE_DRAFT}
 # The other drafts in each of DFlash's settings, and DFlash2 in P-EAGLE's.
 LONG_CONFIGURATIONS = tuple(
     replace(c, draft=draft, is_long=True)
@@ -114,16 +115,6 @@ def target(tmp_path_factory) -> Path:
     shutil.copytree(TARGET, folder)
     lengthen_memory(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def drafts(target, tmp_path_factory) -> dict[str, Path]:
-    layers = tuple(layer + 1 for layer in read_config(DRAFT)["dflash_config"]["target_layer_ids"])
-    return {
-        "dflash": DRAFT,
-        "dflash2": DFLASH2_DRAFT,
-        "peagle": random_peagle_draft(tmp_path_factory.mktemp("drafts") / "p", target, layers),
-    }
 
 
 @dataclass(frozen=True)
@@ -219,13 +210,13 @@ def assert_targets_own(case: str, jobs: list[tuple[Job, Known]], answers: list[A
 
 
 @pytest.mark.parametrize("configuration", [c.case() for c in (*CONFIGURATIONS, *LONG_CONFIGURATIONS)])
-def test_float32_output_is_the_targets(configuration, target, drafts, known):
+def test_float32_output_is_the_targets(configuration, target, known):
     first = cut_short(known, 0.6)
     cases = {"at first": first, "continued": continued(first), "again": cut_short(known, 1.0)[::2]}
     if configuration.name == "default":
         cases["coming and going"] = coming_and_going(known, 90)
     oracle = Oracle([k.answer for jobs in cases.values() for _, k in jobs])
-    arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(drafts[configuration.draft])]
+    arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(DRAFTS[configuration.draft])]
     environment = ENVIRONMENT
     if configuration.name == "retraction":
         # Under an estimate of short answers the scheduler admits more requests than the pool can finish.

@@ -15,6 +15,7 @@ from support.families import (
     FAMILIES,
     IMAGE_TOKEN,
     LAYER_IDS,
+    TOLERANCE,
     VIDEO_TOKEN,
     VISION_END,
     VISION_START,
@@ -78,7 +79,7 @@ def assert_captures(target: Target, ids: list[int], captured: dict[int, torch.Te
     found = torch.stack([captured[position] for position in range(len(ids) - 1)])
     expected = target.hidden_states(ids)[:, :-1]
     for column, layer in enumerate(LAYER_IDS):
-        assert distance(found[:, column], expected[layer + 1]) < target.family.tolerance, f"layer {layer}"
+        assert distance(found[:, column], expected[layer + 1]) < TOLERANCE, f"layer {layer}"
         for other in (layer, layer + 2):  # the layer's input, and the next one's output
             assert distance(found[:, column], expected[other]) > 0.3
 

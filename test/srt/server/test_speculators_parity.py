@@ -60,14 +60,7 @@ def block_logits(draft, target, tokens: list[int], shift: int = 0) -> torch.Tens
     ids = [layer_id + 1 + shift for layer_id in settings.target_layer_ids]
     aux = torch.cat([states[i][0] for i in ids], dim=-1)[:-1]
     anchor = len(tokens) - 1
-    attention = draft.layers[0].self_attn
-    pools = Pools(
-        1,
-        anchor + settings.block_size,
-        layers=settings.num_hidden_layers,
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-    )
+    pools = Pools.of_draft(draft, 1, anchor + settings.block_size)
     draft.borrow_from_target(target.get_input_embeddings(), None)  # the draft has its own head
     draft.write_context_kv(aux, torch.arange(anchor), pools.slots(0, 0, anchor), pools.token_to_kv_pool)
     block = torch.full((1, settings.block_size), settings.mask_token_id)

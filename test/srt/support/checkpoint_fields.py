@@ -1,41 +1,21 @@
 """Valid speculators config.json files, and copies of them with one field changed."""
 
 import copy
+from pathlib import Path
 
-# As speculators 0.9.0 writes it for a default DFlash draft (all layers sliding), without unread fields.
-GOOD = {
-    "architectures": ["DFlashDraftModel"],
-    "aux_hidden_state_layer_ids": [2, 5, 8, 11],
-    "block_size": 8,
-    "draft_vocab_size": 1024,
-    "mask_token_id": 3,
-    "sample_from_anchor": False,
-    "sliding_window_non_causal": False,
-    "speculators_config": {
-        "algorithm": "dflash",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
-        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "some/target"},
-    },
-    "speculators_model_type": "dflash",
-    "target_hidden_size": None,
-    "transformer_layer_config": {
-        "head_dim": 64,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "layer_types": ["sliding_attention", "sliding_attention"],
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-        "sliding_window": 2048,
-        "vocab_size": 2048,
-    },
-}
+from serving import PEAGLE_DRAFT, SPECULATORS_DRAFT
+from support.drafts import read_config
 
-# The same for a DFlash2 draft.
+
+def _bundled(draft: Path) -> dict:
+    """Return the config that speculators 0.9.0 wrote for a bundled draft, whose layers all slide."""
+    config = read_config(draft) | {"draft_vocab_size": 1024}
+    config["speculators_config"]["verifier"]["name_or_path"] = "some/target"
+    config["transformer_layer_config"] |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+    return config
+
+
+GOOD, GOOD_PEAGLE = _bundled(SPECULATORS_DRAFT), _bundled(PEAGLE_DRAFT)
 GOOD_DFLASH2 = {
     **{key: value for key, value in GOOD.items() if key != "sliding_window_non_causal"},
     "architectures": ["DFlash2DraftModel"],
@@ -46,23 +26,6 @@ GOOD_DFLASH2 = {
     "selector_top_k": 8,
     "speculators_config": GOOD["speculators_config"] | {"algorithm": "dflash2"},
     "speculators_model_type": "dflash2",
-}
-
-# The same for a P-EAGLE draft.
-GOOD_PEAGLE = {
-    **{
-        key: GOOD[key]
-        for key in ("draft_vocab_size", "mask_token_id", "target_hidden_size", "transformer_layer_config")
-    },
-    "architectures": ["PEagleDraftModel"],
-    "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
-    "embed_requires_grad": True,
-    "fc_norm": False,
-    "norm_before_fc": False,
-    "norm_before_residual": False,
-    "norm_output": False,
-    "speculators_config": GOOD["speculators_config"] | {"algorithm": "peagle"},
-    "speculators_model_type": "peagle",
 }
 
 

@@ -2,7 +2,7 @@
 
 import torch
 from serving import DFLASH2_DRAFT
-from support.draft_cases import BASE, SLIDING, Case, random_weights
+from support.draft_cases import BASE, NOT_CAUSAL, WINDOWED, Case, random_weights
 from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
@@ -10,8 +10,8 @@ from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 OPTIONS = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 VARIANTS = {
     "as published": {},
-    "not causal in a window": {**SLIDING, "layer_types": ["sliding_attention"] * 2, "is_causal": False},
-    "causal in a window": {**SLIDING, "layer_types": ["sliding_attention"] * 2},
+    "not causal in a window": WINDOWED | NOT_CAUSAL,
+    "causal in a window": WINDOWED,
     "one channel a group": {"conv_group_size": 1},
     "one group": {"conv_group_size": 48},
     "one tap": {"conv_kernel_size": 1},
@@ -81,18 +81,6 @@ class DFlash2Case(Case):
         num_aux = len(config["dflash_config"]["target_layer_ids"])
         return cls(config, random_dflash2_weights(config, num_aux), num_aux, tmp_path)
 
-    def run_blocks(self, lengths: list[int]):
-        """Run blocks; return tokens [bs, B], the states of each context, and our output."""
-        tokens = self.block_tokens([(5 * i + 2) % self.config["vocab_size"] for i in range(len(lengths))])
-        pools = self.pools(len(lengths), max(lengths) + tokens.shape[1])
-        contexts = [self.aux_hidden(length, seed) for seed, length in enumerate(lengths)]
-        for request, (length, aux_hidden) in enumerate(zip(lengths, contexts, strict=True)):
-            where = pools.slots(request, 0, length)
-            self.model.write_context_kv(aux_hidden, torch.arange(length), where, pools.token_to_kv_pool)
-        return tokens, contexts, pools.forward(self.model, pools.blocks(tokens, lengths))
-
     def reference_hidden(self, tokens: torch.Tensor, aux_hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of the rows that draft, float64; tokens [B]."""
-        return self.reference.block_hidden(
-            self.embedding.weight.data[tokens], self.reference.context_kv(aux_hidden)
-        )[self.model.draft.num_idle_rows :]
+        return self.block_hidden(tokens, aux_hidden)[self.model.draft.num_idle_rows :]

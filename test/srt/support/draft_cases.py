@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from serving import DRAFT
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+from support.drafts import random_weights
 from support.engine import Pools, build, read_config, start
 from support.reference_dflash import ReferenceDFlash
 from torch.nn.functional import pad
@@ -40,6 +41,15 @@ BASE = {
 }
 SLIDING = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WINDOWED = {**SLIDING, "layer_types": ["sliding_attention"] * 2}
+MIXED = {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+NOT_CAUSAL = {"is_causal": False}
+
+
+def _nested(**fields) -> dict:
+    return {"dflash_config": BASE["dflash_config"] | fields}
+
+
 VARIANTS = {
     "plain": {},
     "one layer": {"num_hidden_layers": 1},
@@ -50,75 +60,20 @@ VARIANTS = {
     "yarn": {"rope_scaling": YARN},
     "other theta": {"rope_theta": 1e6},
     "loose eps": {"rms_norm_eps": 1e-2},
-    "five target layers": {"dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1, 2, 3, 4]}},
-    "one target layer": {"dflash_config": {"mask_token_id": 60, "target_layer_ids": [2]}},
+    "five target layers": _nested(mask_token_id=0, target_layer_ids=[0, 1, 2, 3, 4]),
+    "one target layer": _nested(mask_token_id=60, target_layer_ids=[2]),
     "layer ids left out": {"dflash_config": {"mask_token_id": 7}},
-    "sliding, causal": {**SLIDING, "layer_types": ["sliding_attention"] * 2},
-    "sliding, not causal": {**SLIDING, "layer_types": ["sliding_attention"] * 2, "is_causal": False},
-    "sliding and full": {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]},
-    "sliding and full, not causal": {
-        **SLIDING,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "is_causal": False,
-    },
+    "sliding, causal": WINDOWED,
+    "sliding, not causal": WINDOWED | NOT_CAUSAL,
+    "sliding and full": MIXED,
+    "sliding and full, not causal": MIXED | NOT_CAUSAL,
     "full, causal": {"is_causal": True},
-    "narrow window": {**SLIDING, "sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
+    "narrow window": MIXED | {"sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "block of 16": {"block_size": 16},
-    "sample from anchor": {
-        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "sample_from_anchor": True}
-    },
-    "sliding, counted from the anchor, not causal": {
-        **SLIDING,
-        "layer_types": ["sliding_attention"] * 2,
-        "is_causal": False,
-        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "window_from_anchor": True},
-    },
-    "sliding, counted from the anchor": {
-        **SLIDING,
-        "layer_types": ["sliding_attention"] * 2,
-        "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 3], "window_from_anchor": True},
-    },
+    "sample from anchor": _nested(sample_from_anchor=True),
+    "sliding, counted from the anchor, not causal": WINDOWED | NOT_CAUSAL | _nested(window_from_anchor=True),
+    "sliding, counted from the anchor": WINDOWED | _nested(window_from_anchor=True),
 }
-
-
-def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors, scaled so that every part of the model matters.
-
-    Norms are away from 1, biases away from 0.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def matrix(rows, columns):
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
-    def around_one(size):
-        return 1 + 0.3 * torch.randn(size, generator=generator)
-
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    sizes = {"q": config["num_attention_heads"] * head_dim}
-    sizes["k"] = sizes["v"] = config["num_key_value_heads"] * head_dim
-    weights = {
-        "fc.weight": matrix(hidden, num_aux * hidden),
-        "hidden_norm.weight": around_one(hidden),
-        "norm.weight": around_one(hidden),
-    }
-    for i in range(config["num_hidden_layers"]):
-        layer = f"layers.{i}"
-        for part, size in sizes.items():
-            weights[f"{layer}.self_attn.{part}_proj.weight"] = matrix(size, hidden) * 2
-            if config["attention_bias"]:
-                weights[f"{layer}.self_attn.{part}_proj.bias"] = torch.randn(size, generator=generator)
-        weights[f"{layer}.self_attn.o_proj.weight"] = matrix(hidden, sizes["q"])
-        if config["attention_bias"]:
-            weights[f"{layer}.self_attn.o_proj.bias"] = torch.randn(hidden, generator=generator)
-        for part in ("q", "k"):
-            weights[f"{layer}.self_attn.{part}_norm.weight"] = around_one(head_dim)
-        for part in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{layer}.{part}.weight"] = around_one(hidden)
-        for part in ("gate", "up"):
-            weights[f"{layer}.mlp.{part}_proj.weight"] = matrix(config["intermediate_size"], hidden)
-        weights[f"{layer}.mlp.down_proj.weight"] = matrix(hidden, config["intermediate_size"])
-    return weights
 
 
 def lm_head(weight: torch.Tensor) -> ParallelLMHead:
@@ -211,14 +166,7 @@ class Case:
         return cls(config, weights, len(config["dflash_config"]["target_layer_ids"]), tmp_path)
 
     def pools(self, requests: int, capacity: int, **options) -> Pools:
-        return Pools(
-            requests,
-            capacity,
-            layers=self.config["num_hidden_layers"],
-            kv_heads=self.config["num_key_value_heads"],
-            head_dim=self.config["head_dim"],
-            **options,
-        )
+        return Pools.of_draft(self.model, requests, capacity, **options)
 
     def context_kv(self, aux_hidden: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the model's keys and values of positions from `start` on.
@@ -249,19 +197,31 @@ class Case:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.double() @ self.head.double().T
 
-    def compare_blocks(self, lengths: list[int], **pool_options) -> float:
-        """Return the largest difference of block logits over requests with these context lengths."""
+    def run_blocks(self, lengths: list[int], **pool_options):
+        """Run a block behind a context of each length.
+
+        Returns tokens [bs, B], the states of each context, and our output.
+        """
         tokens = self.block_tokens([(5 * i + 2) % self.config["vocab_size"] for i in range(len(lengths))])
         pools = self.pools(len(lengths), max(lengths) + tokens.shape[1], **pool_options)
         contexts = [self.aux_hidden(length, seed) for seed, length in enumerate(lengths)]
         for request, (length, aux_hidden) in enumerate(zip(lengths, contexts, strict=True)):
             where = pools.slots(request, 0, length)
             self.model.write_context_kv(aux_hidden, torch.arange(length), where, pools.token_to_kv_pool)
-        ours = pools.forward(self.model, pools.blocks(tokens, lengths)).hidden_states.view(*tokens.shape, -1)
+        return tokens, contexts, pools.forward(self.model, pools.blocks(tokens, lengths))
+
+    def block_hidden(self, tokens: torch.Tensor, aux_hidden: torch.Tensor) -> torch.Tensor:
+        """Return the reference's hidden states [B, hidden] of a block behind a context, float64."""
+        embeddings = self.embedding.weight.data[tokens]
+        return self.reference.block_hidden(embeddings, self.reference.context_kv(aux_hidden))
+
+    def compare_blocks(self, lengths: list[int], **pool_options) -> float:
+        """Return the largest difference of block logits over requests with these context lengths."""
+        tokens, contexts, output = self.run_blocks(lengths, **pool_options)
+        ours = output.hidden_states.view(*tokens.shape, -1)
         worst = 0.0
         for request, aux_hidden in enumerate(contexts):
-            embeddings = self.embedding.weight.data[tokens[request]]
-            expected = self.reference.block_hidden(embeddings, self.reference.context_kv(aux_hidden))
+            expected = self.block_hidden(tokens[request], aux_hidden)
             difference = (self.logits(ours[request]) - self.logits(expected)).abs().max()
             assert not difference.isnan(), "the draft read a slot that nobody had written"
             worst = max(worst, difference.item())

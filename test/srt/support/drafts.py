@@ -1,19 +1,25 @@
 """Untrained drafts: random, always wrong, or with a config that must be refused."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DRAFT, PEAGLE_DRAFT, TARGET
+from serving import DRAFT
 
 REMOVE = object()
 
 
 def read_config(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "config.json").read_text())
+
+
+def write_checkpoint(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def make_draft(
@@ -24,15 +30,9 @@ def make_draft(
     changes: fields of the config; REMOVE deletes a key, and a dict is merged into the key's dict. weights:
     maps the tensors.
     """
-    folder.mkdir(parents=True)
-    config = read_config(base)
+    config, tensors = read_config(base), load_file(base / "model.safetensors")
     _change(config, changes)
-    (folder / "config.json").write_text(json.dumps(config))
-    if weights is None:
-        shutil.copy(base / "model.safetensors", folder / "model.safetensors")
-    else:
-        save_file(weights(load_file(base / "model.safetensors")), folder / "model.safetensors")
-    return folder
+    return write_checkpoint(folder, config, tensors if weights is None else weights(tensors))
 
 
 def always_wrong(folder: Path) -> Path:
@@ -43,56 +43,83 @@ def always_wrong(folder: Path) -> Path:
     return make_draft(folder, lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]})
 
 
+def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors, scaled so that every part of the model matters.
+
+    Norms are away from 1, biases away from 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(rows, columns):
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def around_one(size):
+        return 1 + 0.3 * torch.randn(size, generator=generator)
+
+    hidden, head_dim = config["hidden_size"], config["head_dim"]
+    sizes = {"q": config["num_attention_heads"] * head_dim}
+    sizes["k"] = sizes["v"] = config["num_key_value_heads"] * head_dim
+    weights = {
+        "fc.weight": matrix(hidden, num_aux * hidden),
+        "hidden_norm.weight": around_one(hidden),
+        "norm.weight": around_one(hidden),
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"layers.{i}"
+        for part, size in sizes.items():
+            weights[f"{layer}.self_attn.{part}_proj.weight"] = matrix(size, hidden) * 2
+            if config["attention_bias"]:
+                weights[f"{layer}.self_attn.{part}_proj.bias"] = torch.randn(size, generator=generator)
+        weights[f"{layer}.self_attn.o_proj.weight"] = matrix(hidden, sizes["q"])
+        if config["attention_bias"]:
+            weights[f"{layer}.self_attn.o_proj.bias"] = torch.randn(hidden, generator=generator)
+        for part in ("q", "k"):
+            weights[f"{layer}.self_attn.{part}_norm.weight"] = around_one(head_dim)
+        for part in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{layer}.{part}.weight"] = around_one(hidden)
+        for part in ("gate", "up"):
+            weights[f"{layer}.mlp.{part}_proj.weight"] = matrix(config["intermediate_size"], hidden)
+        weights[f"{layer}.mlp.down_proj.weight"] = matrix(hidden, config["intermediate_size"])
+    return weights
+
+
+def random_peagle_weights(layers: dict, num_aux: int, tokens: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a P-EAGLE draft that may say so many tokens, all but `d2t`.
+
+    layers: the config's `transformer_layer_config`.
+    """
+    weights, hidden = random_weights(layers, num_aux), layers["hidden_size"]
+    generator = torch.Generator().manual_seed(3)
+    weights["layers.0.hidden_norm.weight"] = weights.pop("hidden_norm.weight")
+    for part in "qkv":  # the first layer reads two states of a row
+        name = f"layers.0.self_attn.{part}_proj.weight"
+        weights[name] = torch.randn(len(weights[name]), 2 * hidden, generator=generator) * hidden**-0.5
+    weights["mask_hidden"] = torch.randn(1, 1, num_aux * hidden, generator=generator)
+    weights["embed_tokens.weight"] = torch.randn(layers["vocab_size"], hidden, generator=generator)
+    weights["lm_head.weight"] = torch.randn(tokens, hidden, generator=generator) * hidden**-0.5
+    return weights
+
+
 def random_draft(folder: Path) -> Path:
     """Write a random draft in a shape the trained draft lacks.
 
     Attention bias, a sliding layer, fewer layers, more KV heads, and no target layer ids, which leaves them
     to z-lab's even spread.
     """
-    hidden = read_config(TARGET)["hidden_size"]
-    layers, heads, head_dim, inner = 2, 4, 32, 96
-    generator = torch.Generator().manual_seed(11)
-
-    def weights(_: dict) -> dict:
-        shapes = {
-            "fc.weight": (hidden, layers * hidden),
-            "hidden_norm.weight": (hidden,),
-            "norm.weight": (hidden,),
-        }
-        for i in range(layers):
-            for name in "qkv":
-                shapes[f"layers.{i}.self_attn.{name}_proj.weight"] = (heads * head_dim, hidden)
-                shapes[f"layers.{i}.self_attn.{name}_proj.bias"] = (heads * head_dim,)
-            shapes[f"layers.{i}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
-            shapes[f"layers.{i}.self_attn.o_proj.bias"] = (hidden,)
-            for name in "qk":
-                shapes[f"layers.{i}.self_attn.{name}_norm.weight"] = (head_dim,)
-            for name in ("gate", "up"):
-                shapes[f"layers.{i}.mlp.{name}_proj.weight"] = (inner, hidden)
-            shapes[f"layers.{i}.mlp.down_proj.weight"] = (hidden, inner)
-            for name in ("input", "post_attention"):
-                shapes[f"layers.{i}.{name}_layernorm.weight"] = (hidden,)
-        scale = {1: 1.0, 2: 0.05}
-        return {
-            name: torch.randn(shape, generator=generator) * scale[len(shape)]
-            for name, shape in shapes.items()
-        }
-
-    return make_draft(
-        folder,
-        weights,
-        num_hidden_layers=layers,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=24,
-        use_sliding_window=True,
-        max_window_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=head_dim,
-        intermediate_size=inner,
-        attention_bias=True,
-        dflash_config={"target_layer_ids": REMOVE},
-    )
+    shape = {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 24,
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "attention_bias": True,
+    }
+    weights = random_weights(read_config(DRAFT) | shape, num_aux=2)
+    return make_draft(folder, lambda _: weights, **shape, dflash_config={"target_layer_ids": REMOVE})
 
 
 def _change(config: dict, changes: dict) -> None:
@@ -103,38 +130,3 @@ def _change(config: dict, changes: dict) -> None:
             _change(config[key], value)
         else:
             config[key] = value
-
-
-def random_peagle_draft(folder: Path, target: Path, layers: tuple[int, ...]) -> Path:
-    """Write a random draft in the bundled P-EAGLE draft's shape, for another target.
-
-    The hidden size and the sizes of its layers are that target's.
-    """
-    hidden, old = (
-        read_config(target)["hidden_size"],
-        read_config(PEAGLE_DRAFT)["transformer_layer_config"]["hidden_size"],
-    )
-    generator = torch.Generator().manual_seed(13)
-
-    def resized(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor  # which tokens it may say
-        shape = [size // old * hidden if size % old == 0 else size for size in tensor.shape]
-        # Heads and the MLP keep their number and width.
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            shape = [hidden, tensor.shape[1]]
-        elif "_proj" in name or "lm_head" in name or "embed" in name:
-            shape = [tensor.shape[0], *shape[1:]]
-        scale = 0.05 if len(shape) > 1 else 1.0
-        return (torch.randn(shape, generator=generator) * scale).bfloat16()
-
-    def weights(tensors: dict) -> dict:
-        return {name: resized(name, tensor).contiguous() for name, tensor in tensors.items()}
-
-    return make_draft(
-        folder,
-        weights,
-        base=PEAGLE_DRAFT,
-        eagle_aux_hidden_state_layer_ids=list(layers),
-        transformer_layer_config={"hidden_size": hidden},
-    )

@@ -7,6 +7,7 @@ with its pools. `start` gives the first two once per process. `Pools` gives the 
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin, which readies a machine without a GPU
@@ -112,6 +113,13 @@ class Pools:
         slots = page_ids[:, None] * page_size + torch.arange(page_size)
         self.req_to_token_pool.req_to_token[self.rows] = slots.view(requests, -1).int()
         self.backend = backend(self)
+
+    @classmethod
+    def of_draft(cls, draft: torch.nn.Module, requests: int, capacity: int, **options: Any) -> "Pools":
+        """Make the pools of a draft's layers on this rank."""
+        attention = draft.layers[0].self_attn
+        shape = {"kv_heads": attention.num_kv_heads, "head_dim": attention.head_dim}
+        return cls(requests, capacity, layers=len(draft.layers), **shape, **options)
 
     def slots(self, request: int, start: int, stop: int) -> torch.Tensor:
         """Return the pool slots of a request's positions start..stop-1, int64."""

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from serving import PEAGLE_DRAFT
 from support.dflash2_cases import OPTIONS as DFLASH2_OPTIONS
 from support.dflash2_cases import random_dflash2_weights
-from support.draft_cases import BASE, random_weights
-from support.drafts import read_config
+from support.draft_cases import BASE
+from support.drafts import random_peagle_weights, random_weights, read_config, write_checkpoint
 
 VOCAB, HIDDEN, LAYERS = 1100, 64, 6
 # Layers that a draft reads and that are compared with Hugging Face's: neither first, last nor adjacent.
@@ -38,6 +38,7 @@ _SHARED = {
 }
 # SGLang rounds a width up to 32 on a CPU, and not all of its loaders pad.
 _MOE = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_SHARED_EXPERT = {**_MOE, "num_experts": 4, "shared_expert_intermediate_size": 32}
 _MLA = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -121,37 +122,36 @@ _MROPE = {
 _WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
 
+# Of captured states, relative to the largest: two float32 implementations, a few layers.
+TOLERANCE = 1e-4
+
+
 @dataclass(frozen=True)
 class Family:
     """One family of targets.
 
-    config: of transformers' class `architecture`, beside what all share; written: what else SGLang needs in
-    config.json; adjust: of the weights; outer: the config around it if the text model is part of a larger
-    one.
+    config: of the text model, beside what all share; written: what else SGLang needs in config.json; adjust:
+    of the weights; rewrite: of the checkpoint's tensors to what published ones hold; around: of the config
+    around the text model's.
     """
 
     architecture: str
-    config_class: str
-    config: dict
+    config: dict = field(default_factory=dict)
     written: dict = field(default_factory=dict)
     adjust: Callable | None = None
-    rewrite: Callable[[dict], dict] | None = (
-        None  # changes the checkpoint's tensors to what published ones hold
-    )
-    outer: str | None = None
-    outer_fields: dict = field(default_factory=dict)
-    # Allowed error of captured states, relative to the largest: two float32 implementations, a few layers.
-    tolerance: float = 1e-4
+    rewrite: Callable[[dict], dict] | None = None
+    around: dict | None = None
 
     def build_config(self, **changes):
-        config = getattr(transformers, self.config_class)(**{**_SHARED, **self.config, **changes})
-        if self.outer is not None:
-            config = getattr(transformers, self.outer)(
-                text_config=config.to_dict(),
-                tie_word_embeddings=config.tie_word_embeddings,
-                **self.outer_fields,
-            )
-        return config
+        name = self.architecture.partition("For")[0]
+        text_class = getattr(transformers, f"{name}TextConfig", None) or getattr(
+            transformers, f"{name}Config"
+        )
+        config = text_class(**{**_SHARED, **self.config, **changes})
+        if self.around is None:
+            return config
+        whole_class, is_tied = getattr(transformers, f"{name}Config"), config.tie_word_embeddings
+        return whole_class(text_config=config.to_dict(), tie_word_embeddings=is_tied, **self.around)
 
 
 def _loud_sinks(model) -> None:
@@ -201,14 +201,11 @@ _ROUTING = {"moe_layer_freq": 1}
 _DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
 
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", {}),
-    "qwen3-moe": Family(
-        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_MOE, "num_experts": 4}, {"num_experts": 4}
-    ),
-    "glm4-moe": Family("Glm4MoeForCausalLM", "Glm4MoeConfig", {**_MOE, **_ROUTED}),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3-moe": Family("Qwen3MoeForCausalLM", {**_MOE, "num_experts": 4}, {"num_experts": 4}),
+    "glm4-moe": Family("Glm4MoeForCausalLM", {**_MOE, **_ROUTED}),
     "gpt-oss": Family(
         "GptOssForCausalLM",
-        "GptOssConfig",
         {**_MOE, **_WINDOWS, "num_local_experts": 4, "intermediate_size": 64},
         adjust=_loud_sinks,
     ),
@@ -216,88 +213,55 @@ FAMILIES = {
     # ones.
     "gemma4": Family(
         "Gemma4ForConditionalGeneration",
-        "Gemma4TextConfig",
         {**_GEMMA4, "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
         adjust=_quiet_embedding,
-        outer="Gemma4Config",
-        outer_fields={"vision_config": _GEMMA4_VISION},
+        around={"vision_config": _GEMMA4_VISION},
     ),
     # SGLang reads heads of two widths in the class above only.
     "gemma4-text": Family(
         "Gemma4ForCausalLM",
-        "Gemma4TextConfig",
         {**_GEMMA4, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
         {"swa_num_key_value_heads": 2, "swa_head_dim": 16},
         adjust=_quiet_embedding,
     ),
     "deepseek-v2": Family(
         "DeepseekV2ForCausalLM",
-        "DeepseekV2Config",
         {**_DEEPSEEK, "q_lora_rank": None},
         _ROUTING | {"topk_method": "greedy", "scoring_func": "softmax"},
     ),
-    "qwen3-vl": Family(
-        "Qwen3VLForConditionalGeneration",
-        "Qwen3VLTextConfig",
-        {"rope_parameters": _MROPE},
-        outer="Qwen3VLConfig",
-        outer_fields=_QWEN3_VL,
-    ),
+    "qwen3-vl": Family("Qwen3VLForConditionalGeneration", {"rope_parameters": _MROPE}, around=_QWEN3_VL),
     "qwen3-vl-moe": Family(
         "Qwen3VLMoeForConditionalGeneration",
-        "Qwen3VLMoeTextConfig",
         {**_MOE, "num_experts": 4, "rope_parameters": _MROPE},
         rewrite=_experts_as_published,
-        outer="Qwen3VLMoeConfig",
-        outer_fields=_QWEN3_VL,
+        around=_QWEN3_VL,
     ),
     # SGLang keeps the convolution's state in bfloat16, whatever the model's dtype, unless the environment
     # says otherwise.
-    "qwen3.5": Family(
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5TextConfig",
-        _HYBRID,
-        _IN_TEXT_CONFIG,
-        outer="Qwen3_5Config",
-        outer_fields=_QWEN3_5,
-    ),
-    "qwen3.5-text": Family("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _HYBRID, _HYBRID_FIELDS),
+    "qwen3.5": Family("Qwen3_5ForConditionalGeneration", _HYBRID, _IN_TEXT_CONFIG, around=_QWEN3_5),
+    "qwen3.5-text": Family("Qwen3_5ForCausalLM", _HYBRID, _HYBRID_FIELDS),
     "qwen3.5-moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3_5MoeTextConfig",
-        {**_HYBRID, **_MOE, "num_experts": 4, "shared_expert_intermediate_size": 32},
+        {**_HYBRID, **_SHARED_EXPERT},
         _IN_TEXT_CONFIG,
-        outer="Qwen3_5MoeConfig",
-        outer_fields=_QWEN3_5,
+        around=_QWEN3_5,
     ),
     "qwen3-next": Family(
         "Qwen3NextForCausalLM",
-        "Qwen3NextConfig",
-        {
-            **_HYBRID,
-            **_MOE,
-            "rope_parameters": _HALF_ROTARY,
-            "num_experts": 4,
-            "shared_expert_intermediate_size": 32,
-        },
+        {**_HYBRID, **_SHARED_EXPERT, "rope_parameters": _HALF_ROTARY},
         _HYBRID_FIELDS,
     ),
-    "lfm2": Family("Lfm2ForCausalLM", "Lfm2Config", _SHORT_CONV),
+    "lfm2": Family("Lfm2ForCausalLM", _SHORT_CONV),
     "lfm2-moe": Family(
-        "Lfm2MoeForCausalLM",
-        "Lfm2MoeConfig",
-        {**_SHORT_CONV, **_MOE, "num_experts": 4, "num_dense_layers": 1},
+        "Lfm2MoeForCausalLM", {**_SHORT_CONV, **_MOE, "num_experts": 4, "num_dense_layers": 1}
     ),
-    "llama": Family("LlamaForCausalLM", "LlamaConfig", {}),
-    "llama3": Family(
-        "LlamaForCausalLM", "LlamaConfig", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}
-    ),
-    "mistral": Family("MistralForCausalLM", "MistralConfig", {"sliding_window": None}),
-    "ministral3": Family("Ministral3ForCausalLM", "Ministral3Config", {}),
-    "phi3": Family("Phi3ForCausalLM", "Phi3Config", {}),
+    "llama": Family("LlamaForCausalLM"),
+    "llama3": Family("LlamaForCausalLM", {"rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": None}),
+    "ministral3": Family("Ministral3ForCausalLM"),
+    "phi3": Family("Phi3ForCausalLM"),
     "deepseek-v3": Family(
         "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
         {**_DEEPSEEK, "q_lora_rank": 24},
         _ROUTING | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     ),
@@ -355,11 +319,8 @@ def write_target(name: str, folder: Path, **changes) -> Target:
     model.save_pretrained(folder)
     if family.rewrite is not None:
         weights = folder / "model.safetensors"
-        save_file(
-            {name: t.contiguous() for name, t in family.rewrite(load_file(weights)).items()},
-            weights,
-            {"format": "pt"},
-        )
+        tensors = family.rewrite(load_file(weights))
+        save_file({name: t.contiguous() for name, t in tensors.items()}, weights, {"format": "pt"})
     path = folder / "config.json"
     path.write_text(json.dumps(_merged(json.loads(path.read_text()), family.written)))
     return Target(family, folder, model)
@@ -397,67 +358,37 @@ def _draft_config(vocab: int) -> dict:
 def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
     """Write a random DFlash draft for any of the targets."""
     config = _draft_config(vocab)
-    return _write(folder, config, random_weights(config, len(LAYER_IDS)))
+    return write_checkpoint(folder, config, random_weights(config, len(LAYER_IDS)))
 
 
 def write_dflash2_draft(folder: Path, vocab: int = VOCAB) -> Path:
     """Write a random DFlash2 draft for any of the targets."""
     config = _draft_config(vocab) | {"architectures": ["DFlash2DraftModel"]}
     config["dflash_config"] |= DFLASH2_OPTIONS
-    return _write(folder, config, random_dflash2_weights(config, len(LAYER_IDS)))
-
-
-def _write(folder: Path, config: dict, weights: dict[str, torch.Tensor]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return folder
+    return write_checkpoint(folder, config, random_dflash2_weights(config, len(LAYER_IDS)))
 
 
 def write_peagle_draft(folder: Path, vocab: int = VOCAB, tokens: int = 500) -> Path:
     """Write a random one-layer P-EAGLE draft, with a window and a reduced vocabulary."""
-    heads, head_dim, inner, num_aux = 4, 16, 96, len(LAYER_IDS)
     config = read_config(PEAGLE_DRAFT)
     config |= {
         "draft_vocab_size": tokens,
         "mask_token_id": min(7, vocab - 1),
-        "eagle_aux_hidden_state_layer_ids": [
-            layer + 1 for layer in LAYER_IDS
-        ],  # the library counts from the embedding
+        # The library counts layers from the embedding.
+        "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in LAYER_IDS],
     }
     config["transformer_layer_config"] |= {
         "hidden_size": HIDDEN,
         "vocab_size": vocab,
-        "head_dim": head_dim,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": inner,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 96,
         "num_hidden_layers": 1,
         "layer_types": ["sliding_attention"],
         "sliding_window": 12,
         "max_position_embeddings": 256,
     }
-    wide, layer = heads * head_dim, "layers.0"
-    shapes = {
-        "embed_tokens.weight": (vocab, HIDDEN),
-        "lm_head.weight": (tokens, HIDDEN),
-        "mask_hidden": (1, 1, num_aux * HIDDEN),
-        "fc.weight": (HIDDEN, num_aux * HIDDEN),
-        "norm.weight": (HIDDEN,),
-        **{f"{layer}.self_attn.{part}_proj.weight": (wide, 2 * HIDDEN) for part in "qkv"},
-        f"{layer}.self_attn.o_proj.weight": (HIDDEN, wide),
-        **{f"{layer}.self_attn.{part}_norm.weight": (head_dim,) for part in "qk"},
-        **{f"{layer}.mlp.{part}_proj.weight": (inner, HIDDEN) for part in ("gate", "up")},
-        f"{layer}.mlp.down_proj.weight": (HIDDEN, inner),
-        **{
-            f"{layer}.{part}.weight": (HIDDEN,)
-            for part in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
-        },
-    }
-    generator = torch.Generator().manual_seed(9)
-    weights = {
-        name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()
-    }
-    weights |= {name: torch.ones(shape) for name, shape in shapes.items() if len(shape) == 1}
+    weights = random_peagle_weights(config["transformer_layer_config"], len(LAYER_IDS), tokens)
     weights["d2t"] = torch.arange(tokens)  # token i of the draft is token 2 i of the target
-    return _write(folder, config, weights)
+    return write_checkpoint(folder, config, weights)

@@ -3,13 +3,12 @@
 Made from the bundled draft. No published file was at hand: names and fields are those of writers and readers.
 """
 
-import json
-
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from serving import PEAGLE_DRAFT
+from support.drafts import read_config, write_checkpoint
 
-SOURCE = json.loads((PEAGLE_DRAFT / "config.json").read_text())
+SOURCE = read_config(PEAGLE_DRAFT)
 LAYERS = SOURCE["transformer_layer_config"]
 INPUTS = SOURCE["eagle_aux_hidden_state_layer_ids"]
 KEPT_PLAIN = ("lm_head.", "mask_hidden", "d2t", "t2d")
@@ -26,19 +25,12 @@ def tensors(with_norms: bool = False) -> dict[str, torch.Tensor]:
     return {name: t for name, t in found.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
 
 
-def write(folder, config: dict, weights: dict):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
 def amazon(folder, with_norms: bool = False, **changes):
     """Write gpt-oss' form: EAGLE-3's names, the mask token as text, layers left to the default."""
     config = {**LAYERS, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
     config |= {"ptd_token_id": str(SOURCE["mask_token_id"]), "draft_vocab_size": SOURCE["draft_vocab_size"]}
     renamed = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors(with_norms).items()}
-    return write(folder, config | changes, renamed)
+    return write_checkpoint(folder, config | changes, renamed)
 
 
 def nemo(folder, with_norms: bool = False, **changes):
@@ -53,4 +45,4 @@ def nemo(folder, with_norms: bool = False, **changes):
     config |= {"norm_before_fc": False, "fc_norm": False, "norm_output": False}
     config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": INPUTS}}
     renamed = {n if n.startswith(KEPT_PLAIN) else f"model.{n}": t for n, t in tensors(with_norms).items()}
-    return write(folder, config | changes, renamed)
+    return write_checkpoint(folder, config | changes, renamed)

@@ -1,6 +1,5 @@
 """Quantized drafts, written by the compressed-tensors library itself or renamed to ModelOpt's layout."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,7 +9,8 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationStat
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from compressed_tensors.utils import match_name
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from support.drafts import read_config, write_checkpoint
 
 # What published drafts leave dense.
 IGNORED = ("re:.*kernel_projection$", "re:.*candidate_selector.*", "re:.*norm$", "lm_head", "embed_tokens")
@@ -93,11 +93,8 @@ def write_packed(folder: Path, source: Path, scheme: str) -> Path:
 
 def write(folder: Path, source: Path, tensors: dict, quantization: dict | None) -> Path:
     """Write a checkpoint with the config of `source` and these tensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
+    config = read_config(source) | {"quantization_config": quantization}
+    return write_checkpoint(folder, config, tensors)
 
 
 def _format(scheme) -> str:

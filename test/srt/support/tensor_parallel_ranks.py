@@ -7,7 +7,7 @@ import torch
 from support import weight_updates
 from support.dflash2_cases import DFlash2Case
 from support.draft_cases import Case
-from support.engine import Pools, start
+from support.engine import start
 
 WORLD = 2
 LENGTHS = [11, 4]
@@ -21,21 +21,9 @@ def draft_block(name: str, folder, world_size: int) -> torch.Tensor:
     """Return the tokens that this rank's shard of a draft drafts, [requests, B - 1]."""
     case = (DFlash2Case if name in DFLASH2_NAMES else Case).variant(name, folder)
     attention = case.model.layers[0].self_attn
-    pools = Pools(
-        len(LENGTHS),
-        40,
-        layers=len(case.model.layers),
-        kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-    )
     assert attention.num_kv_heads == max(1, case.config["num_key_value_heads"] // world_size)
     assert attention.num_heads == case.config["num_attention_heads"] // world_size
-    for request, n in enumerate(LENGTHS):
-        where = pools.slots(request, 0, n)
-        aux_hidden = case.aux_hidden(n, seed=request)
-        case.model.write_context_kv(aux_hidden, torch.arange(n), where, pools.token_to_kv_pool)
-    output = pools.forward(case.model, pools.blocks(case.block_tokens([3, 50]), LENGTHS))
-    return output.draft_tokens.view(len(LENGTHS), -1)
+    return case.run_blocks(LENGTHS)[2].draft_tokens.view(len(LENGTHS), -1)
 
 
 def run_rank(rank: int, folder: str) -> None:

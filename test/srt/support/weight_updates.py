@@ -44,7 +44,10 @@ def tensors_of(checkpoint: Path) -> Tensors:
 def build_draft(kind: str, tensors: Tensors):
     model_class, checkpoint = DRAFTS[kind]
     config = DraftConfigParser().parse(str(checkpoint), trust_remote_code=False)
-    return build(model_class, config, iter(tensors.items()))
+    draft = build(model_class, config, iter(tensors.items()))
+    if isinstance(draft, DFlashDraftModel):
+        draft.stack_kv_weights()  # as the drafter does at start-up
+    return draft
 
 
 def build_target(tensors: Tensors):
@@ -54,8 +57,6 @@ def build_target(tensors: Tensors):
 
 def state(model) -> Tensors:
     """Return copies of all that a model computes with, what is made of its weights included."""
-    if isinstance(model, DFlashDraftModel) and model._kv_weight is None:
-        model.stack_kv_weights()
     if isinstance(model, PEagleDraftModel):
         assert model.fused_mask is not None
     named = [*model.named_parameters(), *model.named_buffers(), *vars(model).items()]

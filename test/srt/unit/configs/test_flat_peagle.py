@@ -16,8 +16,9 @@ from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config
 from support.checkpoint_fields import GOOD_PEAGLE
+from support.drafts import write_checkpoint
 from support.engine import build
-from support.flat_peagle import INPUTS, SOURCE, amazon, nemo, tensors, write
+from support.flat_peagle import INPUTS, SOURCE, amazon, nemo, tensors
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
 from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
@@ -55,7 +56,7 @@ def test_it_is_the_draft_of_the_librarys_file(writer, tmp_path):
     """The config, and every parameter, are those of a speculators file with Llama layers."""
     source = json.loads(json.dumps(SOURCE))
     source["transformer_layer_config"]["model_type"] = "llama"
-    library = write(tmp_path / "library", source, tensors())
+    library = write_checkpoint(tmp_path / "library", source, tensors())
     expected_config, expected = read(library)
     named = {"eagle_aux_hidden_state_layer_ids": INPUTS} if writer is amazon else {}
     named["norm_before_residual"] = SOURCE["norm_before_residual"]
@@ -123,7 +124,7 @@ def test_nemos_names_of_dflash_drafts(name, ours, tmp_path):
     """Everything else of these files is z-lab's, so SGLang gets the class for z-lab's name."""
     source = DRAFT if ours == "DFlashDraftModel" else DFLASH2_DRAFT
     config = json.loads((source / "config.json").read_text())
-    folder = write(tmp_path / "draft", config | {"architectures": [name]}, {})
+    folder = write_checkpoint(tmp_path / "draft", config | {"architectures": [name]}, {})
     check_draft_config(str(folder))
     found = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
     assert found.architectures == [ours]

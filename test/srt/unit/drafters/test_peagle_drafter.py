@@ -16,7 +16,8 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from support.checkpoint_fields import GOOD_PEAGLE
 from support.decisions import accepted_blocks
-from support.draft_cases import BASE, SLIDING, FakePlan, draft_cycle, lm_head, random_weights
+from support.draft_cases import BASE, SLIDING, FakePlan, draft_cycle, lm_head
+from support.drafts import random_peagle_weights
 from support.engine import Pools, build
 from support.reference_peagle import ReferencePEagle
 from support.rehearsal.attention import attend
@@ -100,35 +101,14 @@ class Simulation:
     ):
         (folder / "config.json").write_text(json.dumps(CONFIG))
         layers = CONFIG["transformer_layer_config"]
-        hidden, num_aux = layers["hidden_size"], 2
-        weights = random_weights(layers, num_aux)
+        hidden = layers["hidden_size"]
+        weights = random_peagle_weights(layers, 2, 40)
         generator = torch.Generator().manual_seed(3)
-
-        def around_one(size):
-            return 1 + 0.3 * torch.randn(size, generator=generator)
-
-        weights["layers.0.hidden_norm.weight"] = around_one(hidden)
-        del weights["hidden_norm.weight"]
-        for part in "qkv":
-            narrow = weights[f"layers.0.self_attn.{part}_proj.weight"]
-            wide = torch.randn(narrow.shape[0], 2 * hidden, generator=generator) * hidden**-0.5
-            weights[f"layers.0.self_attn.{part}_proj.weight"] = wide
-        weights["mask_hidden"] = torch.randn(1, 1, num_aux * hidden, generator=generator)
-        weights["embed_tokens.weight"] = torch.randn(layers["vocab_size"], hidden, generator=generator)
-        weights["lm_head.weight"] = torch.randn(40, hidden, generator=generator) * hidden**-0.5
         weights["d2t"] = self.d2t = torch.arange(40) // 3
         self.reference = ReferencePEagle(CONFIG, weights)
         config = DraftConfigParser().parse(str(folder), trust_remote_code=False)
         self.model = build(PEagleDraftModel, config, iter(weights.items()))
-        self.pools = Pools(
-            requests,
-            CAPACITY,
-            layers=layers["num_hidden_layers"],
-            kv_heads=layers["num_key_value_heads"],
-            head_dim=layers["head_dim"],
-            page_size=page_size,
-            backend=backend,
-        )
+        self.pools = Pools.of_draft(self.model, requests, CAPACITY, page_size=page_size, backend=backend)
         # The target's table; the draft's own starts empty.
         own = self.pools.req_to_token_pool
         self.target_pool = ReqToTokenPool(own.size, own.max_context_len, "cpu", enable_memory_saver=False)
@@ -153,7 +133,7 @@ class Simulation:
         self.drafter.attach_pools(self.target_runner)
         self.width = block_size
         self.texts = torch.randint(layers["vocab_size"], (requests, CAPACITY), generator=generator)
-        self.states = torch.randn(requests, CAPACITY, num_aux * hidden, generator=generator)
+        self.states = torch.randn(requests, CAPACITY, 2 * hidden, generator=generator)
         self.lengths = [0] * requests
         self.unknown: list[set[int]] = [set() for _ in range(requests)]
 
