@@ -16,10 +16,6 @@ def _raw(value: Any) -> str:
     return value if isinstance(value, str) else _json(value)
 
 
-def _is_text(value: Any) -> str:
-    return "true" if isinstance(value, str) else "false"
-
-
 def _in_frame(before: str, one: Callable[[str, dict[str, Any]], str], after: str = "", between="") -> Write:
     return lambda calls: before + between.join(one(*call) for call in calls) + after
 
@@ -41,13 +37,15 @@ def _python(name: str, arguments: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
-def _typed(mark: str, invoke: str = "invoke", parameter: str = "parameter"):
+def _typed(mark: str, space: str = ""):
+    """Return a writer of a call whose parameters say whether they are strings."""
+
     def one(name: str, arguments: dict[str, Any]) -> str:
-        parameters = "".join(
-            f'<{mark}{parameter} name="{key}" string="{_is_text(value)}">{_raw(value)}</{mark}{parameter}>\n'
-            for key, value in arguments.items()
-        )
-        return f'<{mark}{invoke} name="{name}">\n{parameters}</{mark}{invoke}>'
+        tag, parameters = f"{mark}{space}parameter", ""
+        for key, value in arguments.items():
+            is_string = _json(isinstance(value, str))
+            parameters += f'<{tag} name="{key}" string="{is_string}">{_raw(value)}</{tag}>\n'
+        return f'<{mark}{space}invoke name="{name}">\n{parameters}</{mark}{space}invoke>'
 
     return one
 
@@ -98,17 +96,54 @@ def _beam(name: str, arguments: dict[str, Any]) -> str:
     return f" to={name}<|channel|>analysis <|constrain|>xml<|message|>{written}"
 
 
+def _arg_tags(opening: str, newline: str = "\n", mark: str = "", closing: str = "</tool_call>"):
+    """Return a writer of a call with a tag for each key and each value."""
+    key, value = (f"<{mark}{tag}>{{}}</{mark}{tag}>{newline}" for tag in ("arg_key", "arg_value"))
+    return _tags(opening, key, value, closing)
+
+
+def _functions(parameter: str, end: str) -> Write:
+    one = _tags("<tool_call>\n<function={}>\n", parameter, end, "</function>\n</tool_call>")
+    return _in_frame("", one, between="\n")
+
+
+def _deepseek_v3(name: str, arguments: dict[str, Any]) -> str:
+    code = f"```json\n{_json(arguments)}\n```"
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n{code}<｜tool▁call▁end｜>"
+
+
+def _deepseek_v31(name: str, arguments: dict[str, Any]) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(arguments)}<｜tool▁call▁end｜>"
+
+
+def _gpt_oss(name: str, arguments: dict[str, Any]) -> str:
+    head = f"<|start|>assistant<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>"
+    return f"{head}{_json(arguments)}<|call|>"
+
+
+def _inkling(name: str, arguments: dict[str, Any]) -> str:
+    call = _json({"name": name, "args": arguments})
+    return f"<|message_model|>{name}<|content_invoke_tool_json|>{call}<|end_message|>"
+
+
 _QWEN = _in_frame("", _object(before="<tool_call>\n", after="\n</tool_call>"), between="\n")
-_QWEN_CODER = _in_frame(
-    "",
-    _tags(
-        "<tool_call>\n<function={}>\n", "<parameter={}>\n", "{}\n</parameter>\n", "</function>\n</tool_call>"
-    ),
-    between="\n",
-)
-_ARG_TAGS = ("<arg_key>{}</arg_key>\n", "<arg_value>{}</arg_value>\n", "</tool_call>")
-_GLM45 = _in_frame("", _tags("<tool_call>{}\n", *_ARG_TAGS), between="\n")
+_QWEN_CODER = _functions("<parameter={}>\n", "{}\n</parameter>\n")
+_GLM45 = _in_frame("", _arg_tags("<tool_call>{}\n"), between="\n")
 _INVOKE = _tags('<invoke name="{}">\n', '<parameter name="{}">', "{}</parameter>\n", "</invoke>")
+_MINICPM = _tags('<function name="{}">', '<param name="{}">', "<![CDATA[{}]]></param>", "</function>")
+_MUSE = _tags(
+    '<atem:invoke name="{}">\n', '<atem:parameter name="{}">', "{}</atem:parameter>\n", "</atem:invoke>"
+)
+_STEP3 = _tags(
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n',
+    '<steptml:parameter name="{}">',
+    "{}</steptml:parameter>\n",
+    "</steptml:invoke><｜tool_call_end｜>",
+)
+_IFM = _arg_tags("<ifm|tool_call>{}\n", mark="ifm|", closing="</ifm|tool_call>")
+_IQUEST = _arg_tags("<iquest_tool_call>{}", newline="", closing="</iquest_tool_call>")
+_INTERN = _object("name", "parameters", "<|action_start|> <|plugin|>\n", "<|action_end|>")
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 
 # By the parser's name in SGLang.
 TOOL_FORMATS: dict[str, Write] = {
@@ -117,108 +152,39 @@ TOOL_FORMATS: dict[str, Write] = {
     "cohere_command4": _in_frame(
         "<|START_ACTION|>[", _object("tool_name", "parameters"), "]<|END_ACTION|>", ",\n"
     ),
-    "deepseekv3": _in_frame(
-        "<｜tool▁calls▁begin｜>",
-        lambda n, a: (
-            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>"
-        ),
-        "<｜tool▁calls▁end｜>",
-        "\n",
-    ),
-    "deepseekv31": _in_frame(
-        "<｜tool▁calls▁begin｜>",
-        lambda n, a: f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{_json(a)}<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
+    "deepseekv3": _in_frame(_CALLS_BEGIN, _deepseek_v3, _CALLS_END, "\n"),
+    "deepseekv31": _in_frame(_CALLS_BEGIN, _deepseek_v31, _CALLS_END),
     "deepseekv32": _in_frame(
         "<｜DSML｜function_calls>\n", _typed("｜DSML｜"), "\n</｜DSML｜function_calls>", "\n"
     ),
     "deepseekv4": _in_frame("<｜DSML｜tool_calls>\n", _typed("｜DSML｜"), "\n</｜DSML｜tool_calls>", "\n"),
-    "deepseekv41": _in_frame(
-        "<｜DSML｜ calls>\n", _typed("｜DSML｜", " invoke", " parameter"), "\n</｜DSML｜ calls>", "\n"
-    ),
+    "deepseekv41": _in_frame("<｜DSML｜ calls>\n", _typed("｜DSML｜", " "), "\n</｜DSML｜ calls>", "\n"),
     "dots": _in_frame("<dots_function_call>\n", _INVOKE, "\n</dots_function_call>", "\n"),
     "gemma4": _in_frame("", _gemma4),
     "gigachat3": _in_frame("<|function_call|>", _object()),
     "gigachat35": _in_frame("<｜GCML｜tool_calls>\n", _typed("｜GCML｜"), "\n</｜GCML｜tool_calls>", "\n"),
     "glm": _GLM45,
     "glm45": _GLM45,
-    "glm47": _in_frame(
-        "",
-        _tags("<tool_call>{}", "<arg_key>{}</arg_key>", "<arg_value>{}</arg_value>", "</tool_call>"),
-    ),
-    "gpt-oss": _in_frame(
-        "",
-        lambda n, a: (
-            f"<|start|>assistant<|channel|>commentary to=functions.{n}<|constrain|>json<|message|>{_json(a)}"
-            "<|call|>"
-        ),
-    ),
+    "glm47": _in_frame("", _arg_tags("<tool_call>{}", newline="")),
+    "gpt-oss": _in_frame("", _gpt_oss),
     "hermes": _QWEN,
-    "hunyuan": _in_frame(
-        "<tool_calls>\n", _tags("<tool_call>{}<tool_sep>\n", *_ARG_TAGS), "\n</tool_calls>", "\n"
-    ),
-    "inkling": _in_frame(
-        "",
-        lambda n, a: (
-            f"<|message_model|>{n}<|content_invoke_tool_json|>{_object('name', 'args')(n, a)}<|end_message|>"
-        ),
-    ),
-    "interns1": _in_frame(
-        "",
-        _object("name", "parameters", "<|action_start|> <|plugin|>\n", "<|action_end|>"),
-    ),
-    "iquest_q1": _in_frame(
-        "",
-        _tags(
-            "<iquest_tool_call>{}",
-            "<arg_key>{}</arg_key>",
-            "<arg_value>{}</arg_value>",
-            "</iquest_tool_call>",
-        ),
-        between="\n",
-    ),
-    "k2_horizon": _in_frame(
-        "<ifm|tool_calls>\n",
-        _tags(
-            "<ifm|tool_call>{}\n",
-            "<ifm|arg_key>{}</ifm|arg_key>\n",
-            "<ifm|arg_value>{}</ifm|arg_value>\n",
-            "</ifm|tool_call>",
-        ),
-        "\n</ifm|tool_calls>",
-        "\n",
-    ),
+    "hunyuan": _in_frame("<tool_calls>\n", _arg_tags("<tool_call>{}<tool_sep>\n"), "\n</tool_calls>", "\n"),
+    "inkling": _in_frame("", _inkling),
+    "interns1": _in_frame("", _INTERN),
+    "iquest_q1": _in_frame("", _IQUEST, between="\n"),
+    "k2_horizon": _in_frame("<ifm|tool_calls>\n", _IFM, "\n</ifm|tool_calls>", "\n"),
     "kimi_k2": _kimi_k2,
     "kimi_k3": _in_frame("<|open|>tools<|sep|>", _kimi_k3, "<|close|>tools<|sep|>"),
     "lfm2": _in_frame("<|tool_call_start|>[", _python, "]<|tool_call_end|>", ", "),
     "ling3": _GLM45,
     "llama3": _in_frame("<|python_tag|>", _object("name", "parameters"), between=";"),
-    "mimo": _in_frame(
-        "",
-        _tags(
-            "<tool_call>\n<function={}>\n", "<parameter={}>", "{}</parameter>\n", "</function>\n</tool_call>"
-        ),
-        between="\n",
-    ),
-    "minicpm5": _in_frame(
-        "",
-        _tags('<function name="{}">', '<param name="{}">', "<![CDATA[{}]]></param>", "</function>"),
-        between="\n",
-    ),
+    "mimo": _functions("<parameter={}>", "{}</parameter>\n"),
+    "minicpm5": _in_frame("", _MINICPM, between="\n"),
     "minimax-m2": _in_frame("<minimax:tool_call>\n", _INVOKE, "\n</minimax:tool_call>", "\n"),
     "minimax-m3": _in_frame("]<]minimax[>[<tool_call>", _minimax_m3, "]<]minimax[>[</tool_call>"),
     "mistral": _in_frame("[TOOL_CALLS] [", _object(), "]", ", "),
     "muse": _in_frame(
-        " to=tool<|message|><atem:function_calls>\n",
-        _tags(
-            '<atem:invoke name="{}">\n',
-            '<atem:parameter name="{}">',
-            "{}</atem:parameter>\n",
-            "</atem:invoke>",
-        ),
-        "\n</atem:function_calls><|eom|>",
-        "\n",
+        " to=tool<|message|><atem:function_calls>\n", _MUSE, "\n</atem:function_calls><|eom|>", "\n"
     ),
     "nanbeige": _QWEN_CODER,
     "poolside_v1": _GLM45,
@@ -227,22 +193,8 @@ TOOL_FORMATS: dict[str, Write] = {
     "qwen25": _QWEN,
     "qwen3_coder": _QWEN_CODER,
     "response_template": _QWEN,
-    "spark25": _in_frame(
-        "",
-        _tags("<tool_call>{}\n", "<arg_key>{}</arg_key>", "<arg_value>{}</arg_value>", "</tool_call>"),
-        between="\n",
-    ),
-    "step3": _in_frame(
-        "<｜tool_calls_begin｜>\n",
-        _tags(
-            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{}">\n',
-            '<steptml:parameter name="{}">',
-            "{}</steptml:parameter>\n",
-            "</steptml:invoke><｜tool_call_end｜>",
-        ),
-        "\n<｜tool_calls_end｜>",
-        "\n",
-    ),
+    "spark25": _in_frame("", _arg_tags("<tool_call>{}\n", newline=""), between="\n"),
+    "step3": _in_frame("<｜tool_calls_begin｜>\n", _STEP3, "\n<｜tool_calls_end｜>", "\n"),
     "step3p5": _QWEN_CODER,
     "trinity": _QWEN,
 }
