@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 from serving import TARGET, dflash_arguments, heldout_prompts
-from support.copy_watch import KnownCosts, Watch
+from support.copy_watch import Watch
 from support.drafts import always_wrong
 from support.parity import FLOAT32_TIE
 from support.scheduled import Job, run
-from support.servers import FLOAT32
+from support.servers import FLOAT32, patched
 from tokenizers import Tokenizer
 
 from sglang_dflash.srt.hardware_backend.cpu import runtime
@@ -87,9 +87,8 @@ def test_adaptive_width_copies_beside_a_useless_draft(late, tmp_path):
     for width in ("adaptive", "whole"):
         switch = ADAPTIVE if width == "adaptive" else ("--no-speculative-adaptive",)
         outcomes = tmp_path / width
-        answers = run(
-            [*ARGUMENTS, *dflash_arguments(draft), *switch], groups, prepare=KnownCosts(outcomes, late)
-        )
+        arguments = [*ARGUMENTS, *dflash_arguments(draft), *switch]
+        answers = run(arguments, groups, environment=patched("cheap_rows"), prepare=Watch(outcomes, late))
         greedy = [
             (job, answer)
             for job, answer in zip(sum(groups, []), sum(answers, []), strict=True)

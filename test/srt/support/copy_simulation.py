@@ -3,9 +3,9 @@
 All seconds are simulated. The target's text is known in advance, so a token is accepted if it is in the text.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +26,7 @@ from sglang_dflash.srt.speculative.width.policy import LengthChooser
 BLOCK, VOCABULARY, ROWS = 8, 1000, 32
 WIDTHS = np.array([1, 2, 4, BLOCK])
 LOADS = np.array([1, 4, 16])
+NOISE = 0.05  # standard deviation of the logarithm of a cycle's time
 CPU = torch.device("cpu")
 _WRONG = VOCABULARY + 1  # in no text
 
@@ -60,10 +61,7 @@ def edited(rng: np.random.Generator, text: Sequence[int], every: int) -> list[in
 class OracleDraft:
     """A draft whose tokens are each right with a given probability."""
 
-    mask_token_id, num_draft_rows, has_own_table = 999, BLOCK - 1, False
-    defers_plain_cycles = False
-
-    def __init__(self, hit_rate: float, writes_context_apart: bool = True):
+    def __init__(self, hit_rate: float, writes_context_apart: bool):
         self.hit_rate, self.writes_context_apart = hit_rate, writes_context_apart
         self.forwards = 0
         self.rng = np.random.default_rng(1)
@@ -81,11 +79,6 @@ class OracleDraft:
                 block[i, 1:] = torch.tensor(np.where(is_hit, following, _WRONG))
         return DraftBlock(block)
 
-    def begin_prefill(self, *_):
-        """Do nothing."""
-
-    prefill = admit_prefilled = draw = write_context_in_graph = commit = begin_prefill
-
     def to_draft(self, rows, lengths, wanted):
         """Run for every verified block if only the forward writes context."""
         return wanted | (lengths > 0) & (not self.writes_context_apart)
@@ -94,16 +87,16 @@ class OracleDraft:
 class _Clock(CycleClock):
     """Cycles take what the simulation says."""
 
-    def __init__(self, noise: float):
+    def __init__(self):
         super().__init__("cpu")
-        self.noise, self.rng = noise, np.random.default_rng(2)
+        self.rng = np.random.default_rng(2)
         self.seconds = 0.0
         self.duration = 0.0
         self.timings: list = []
 
     def last(self, seconds: float) -> None:
         """Set the seconds of the cycle that is about to stop."""
-        self.duration = seconds * np.exp(self.noise * self.rng.standard_normal())
+        self.duration = seconds * np.exp(NOISE * self.rng.standard_normal())
         self.seconds += seconds
 
     def stop(self, work=None):
@@ -123,10 +116,6 @@ class _Cycle:
     committed: torch.Tensor
     req_pool_indices: torch.Tensor
     tokens: torch.Tensor
-
-    def narrowed(self, width):
-        """Keep the first slots."""
-        return replace(self, verify_len=min(width, self.verify_len), tokens=self.tokens[:, :width])
 
     def of_requests(self, on_host, chosen, _):
         """Keep some requests."""
@@ -153,11 +142,9 @@ class CopySimulation:
     copies: bool = True
     adaptive: bool = True
     lag: int = 0
-    noise: float = 0.05
     skips_draft: bool = True
     chosen: list[int] = field(default_factory=list)
     probes: int = 0
-    copied_blocks: int = 0
 
     def __post_init__(self):
         self.draft = OracleDraft(self.hit_rate, self.skips_draft)
@@ -165,7 +152,7 @@ class CopySimulation:
         if self.copies:
             self.source.allocate(ROWS, 2000, VOCABULARY, CPU)
             self.source.knows_matches_on_host = self.lag == 0
-        self.clock = _Clock(self.noise)
+        self.clock = _Clock()
         self.width = self._adaptive_width() if self.adaptive else WholeBlocks(BLOCK)
         self.tokens = self.cycles = 0
 
@@ -288,9 +275,10 @@ class CopySimulation:
         """Tokens per second."""
         return self.tokens / self.clock.seconds
 
-    def share_of_width(self, width: int) -> float:
-        """Return the share of cycles that verified so many slots."""
-        return Counter(self.chosen)[width] / len(self.chosen)
+    @property
+    def share_of_plain(self) -> float:
+        """Share of cycles that verified nothing but the anchor."""
+        return self.chosen.count(1) / len(self.chosen)
 
 
 def _request(row: int, top_k: int) -> SimpleNamespace:

@@ -53,9 +53,9 @@ def test_copies_are_used_however_weak_the_draft_is(kind, count, skips_draft):
 )
 def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
     with_copies, without = (served(kind, count, copies=copies, lag=lag) for copies in (True, False))
-    assert without.share_of_width(1) > 0.95
+    assert without.share_of_plain > 0.95
     # If matches are known late, some cycles verify in case there is one, at no loss.
-    assert with_copies.share_of_width(1) > (0.7 if lag else 0.9)
+    assert with_copies.share_of_plain > (0.7 if lag else 0.9)
     assert with_copies.probes < 0.1 * with_copies.cycles
     assert with_copies.speed >= 0.99 * without.speed
 
@@ -77,7 +77,7 @@ def test_one_copying_request_in_a_batch(row, is_wide):
     whole = CopySimulation(cost(row), adaptive=False).run(batch).run(batch)
     # The batch ends with its slowest request: tokens per second of each cycle are not all of its speed.
     assert server.speed >= 0.9 * max(whole.speed, plain_speed(batch))
-    assert (server.share_of_width(1) < 0.9) is is_wide
+    assert (server.share_of_plain < 0.9) is is_wide
 
 
 def plain_speed(batch: list[Text]) -> float:
