@@ -15,7 +15,6 @@ from support.rehearsal.compare import (
     UPDATE,
     Expected,
     acceptance,
-    assert_as_expected,
     assert_launches,
     greedy_requests,
     requests_across_chunks,
@@ -27,20 +26,19 @@ pytestmark = [pytest.mark.server, on_cpu]
 
 
 @pytest.fixture(scope="module")
-def expected(servers) -> Expected:
-    return Expected(servers)
+def expected(servers, reference) -> Expected:
+    return Expected(servers, reference)
 
 
 @pytest.fixture(scope="module")
 def flashinfer(expected) -> Iterator[Rehearsal]:
-    # First, so that fewer servers run at a time.
-    expected.answers(DRAFT, greedy_requests())
+    expected.answers(DRAFT, greedy_requests())  # first, so that fewer servers run at a time
     with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE) as played:
         yield played
 
 
-def test_dflash_on_flashinfer(flashinfer, expected, reference):
-    assert_as_expected(flashinfer, DRAFT, greedy_requests(), expected, reference)
+def test_dflash_on_flashinfer(flashinfer, expected):
+    expected.compare(flashinfer, DRAFT, greedy_requests())
     assert_launches(flashinfer, "flashinfer-dflash")
     assert flashinfer.waits() == []
 
@@ -52,8 +50,7 @@ def test_plans_hold_for_lengths_that_the_host_does_not_know(flashinfer, referenc
     answers = flashinfer.server.generate_many(requests, 2)
     assert_same(requests, answers, reference.answers(requests))
     assert flashinfer.problems() == [] and flashinfer.waits() == []
-    [state] = flashinfer.server.get("/server_info")["internal_states"]
-    assert state["speculative_plans"].keys() == {"plans"}
+    assert flashinfer.state()["speculative_plans"].keys() == {"plans"}
 
 
 @pytest.fixture
@@ -110,10 +107,7 @@ def test_a_kernel_that_is_compiled_in_a_step_is_noticed(flashinfer, plant):
     assert any("pack_blocks_kernel is compiled in a step" in problem for problem in flashinfer.problems())
 
 
-def test_peagle_on_fa3(expected, reference):
+def test_peagle_on_fa3(expected):
     """Blocks begin with pending rows on the draft's page table, without host lengths."""
-    requests = greedy_requests()
-    expected.answers(PEAGLE_DRAFT, requests)
-    with rehearse(Scene("fa3"), PEAGLE_DRAFT, NO_CACHE) as played:
-        assert_as_expected(played, PEAGLE_DRAFT, requests, expected, reference)
+    with expected.rehearsed(Scene("fa3"), PEAGLE_DRAFT) as played:
         assert_launches(played, "fa3-peagle")

@@ -101,6 +101,14 @@ def run_to_end(
         return Ended(process.returncode, log.read().decode(errors="replace"))
 
 
+def wait_for_end(server: Server) -> int | None:
+    """Return a server's exit code, or None if it is alive after a minute."""
+    deadline = time.monotonic() + 60
+    while server.process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return server.process.poll()
+
+
 class Reference:
     """The bundled target served by stock SGLang without speculation. It remembers its answers."""
 

@@ -1,8 +1,10 @@
 """Attention over a KV pool in dense PyTorch, for the kernels that need a GPU."""
 
 import math
+from collections.abc import Sequence
 
 import torch
+from support.rehearsal import report
 
 
 def attend(
@@ -44,6 +46,41 @@ def attend(
         values = torch.cat([values, torch.zeros_like(values[:1])])
     attended = torch.einsum("hnm,mhd->nhd", torch.softmax(scores, dim=-1).nan_to_num(), values)
     return attended, (torch.logsumexp(scores, dim=-1) / math.log(2)).T
+
+
+def attend_pages(
+    name: str,
+    q: torch.Tensor,
+    pools: Sequence[torch.Tensor],
+    page_table: torch.Tensor,
+    lengths: torch.Tensor,
+    ends: torch.Tensor,
+    max_queries: int,
+    **options,
+) -> torch.Tensor:
+    """Attend from q [tokens, heads, d] to keys and values in `pools`, [pages, page, kv_heads, d] each.
+
+    name: the kernel's, for problems. page_table: [bs, pages of the longest]. lengths: keys of each request.
+    ends: [bs + 1], where the queries of each request end.
+    """
+    page, result, ends = pools[0].shape[1], torch.zeros_like(q), ends.tolist()
+    if ends[-1] > len(q):
+        report.problem(f"{name}: queries end at {ends[-1]}, there are {len(q)}")
+    for lane, length in enumerate(lengths.tolist()):
+        rows = slice(ends[lane], ends[lane + 1])
+        if rows.stop - rows.start > max_queries:
+            report.problem(
+                f"{name}, lane {lane}: {rows.stop - rows.start} queries, at most {max_queries} were announced"
+            )
+        num_pages = -(-length // page)
+        if num_pages > page_table.shape[1]:
+            report.problem(
+                f"{name}, lane {lane}: {length} keys, the page table is {page_table.shape[1]} wide"
+            )
+        pages = page_table[lane, :num_pages].long()
+        keys, values = (pool[pages].flatten(0, 1)[:length] for pool in pools)
+        result[rows] = attend(q[rows], keys, values, **options)[0].to(q.dtype)
+    return result
 
 
 def merge(out_a, lse_a, out_b, lse_b) -> tuple[torch.Tensor, torch.Tensor]:

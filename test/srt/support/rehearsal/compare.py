@@ -1,23 +1,27 @@
 """Comparison of a rehearsed server's answers and reports with what is expected."""
 
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serving import dflash_arguments, heldout_prompts
 from support.parity import assert_same
-from support.rehearsal.play import ARGUMENTS, Rehearsal
+from support.rehearsal.launch_table import LISTS, shown, summary
+from support.rehearsal.play import ARGUMENTS, Rehearsal, rehearse
+from support.rehearsal.stage import Scene
+from support.servers import Reference, Servers
 
-import sglang_dflash
 from sglang_dflash.srt.plugins.compatibility import SUPPORTED
 from sglang_dflash.srt.plugins.patch import installed_version
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
 
 # Drafts may depend on what the prefix cache held when a request came; without a cache they do not.
 NO_CACHE = "--disable-radix-cache"
 CONCURRENCY = 3  # with graphs for 1, 2 and 4 requests: most batches are padded
 CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
-LISTS = Path(__file__).parent / "launch_lists"
 UPDATE = "REHEARSAL_UPDATE"  # set it to write the lists instead of comparing with them
 
 
@@ -48,11 +52,37 @@ def verifying(folder: Path, *lengths: int) -> tuple[object, ...]:
     return "--speculative-adaptive", "--speculative-adaptive-config", config
 
 
-class Expected:
-    """Answers of the CPU's own path, `torch_native` in float32."""
+def cap_lengths(requests: Sequence[dict]) -> list[int]:
+    """Let each request verify another number of drafted tokens at most, none included; return the numbers."""
+    caps = [3, 0, 7, 1, 5][: len(requests)]
+    for request, cap in zip(requests, caps, strict=True):
+        request["sampling_params"] |= {"custom_params": {"speculative_max_tokens": cap}}
+    return caps
 
-    def __init__(self, servers):
-        self._servers = servers
+
+def assert_graphs_of_rows(played: Rehearsal, buckets: int = 3) -> None:
+    """Assert the captures for any numbers of rows, beside those for so many batch sizes."""
+    captures = Counter(note["role"] for note in played.notes("capture"))
+    assert captures == {"draft": buckets, "target": buckets + len(row_sizes(4, 8))}
+
+
+def assert_target_graphs(played: Rehearsal) -> dict:
+    """Assert that every step replayed a graph of the target without a problem; return the server's state."""
+    assert played.problems() == []
+    steps = played.notes("step")
+    assert {step["replays"]["target"] for step in steps} == {1}
+    assert max(step["bs"] for step in steps) > 1
+    return played.state()
+
+
+class Expected:
+    """What a rehearsed server must do: the target's answers, and the acceptance of the CPU's own path.
+
+    That is `torch_native` in float32.
+    """
+
+    def __init__(self, servers: Servers, reference: Reference):
+        self._servers, self._reference = servers, reference
         self._known: dict[str, list[dict]] = {}
 
     def answers(self, draft: Path, requests: Sequence[dict], *arguments: object) -> list[dict]:
@@ -62,58 +92,65 @@ class Expected:
             self._known[key] = server.generate_many(requests, CONCURRENCY)
         return self._known[key]
 
+    @contextlib.contextmanager
+    def rehearsed(
+        self,
+        scene: Scene,
+        draft: Path,
+        *arguments: object,
+        requests: Sequence[dict] | None = None,
+        pages: Sequence[object] = (),
+        environment: dict[str, str] | None = None,
+    ) -> Iterator[Rehearsal]:
+        """Rehearse a server, compare its answers, and yield it.
 
-def assert_as_expected(
-    played: Rehearsal,
-    draft: Path,
-    requests: Sequence[dict],
-    expected: Expected,
-    reference,
-    *arguments: object,
-) -> list[dict]:
-    """Assert the target's answers and the expected acceptance.
+        pages: arguments that the CPU path does without.
+        """
+        requests = greedy_requests() if requests is None else requests
+        self.answers(draft, requests, *arguments)  # first, so that fewer servers run at a time
+        with rehearse(scene, draft, NO_CACHE, *arguments, *pages, environment=environment) as played:
+            self.compare(played, draft, requests, *arguments)
+            yield played
 
-    Also assert that no host length differs from the device's, and that a graph ran every forward.
-    """
-    answers = played.server.generate_many(requests, CONCURRENCY)
-    assert_same(requests, answers, reference.answers(requests))
-    assert played.problems() == []
-    assert acceptance(answers) == acceptance(expected.answers(draft, requests, *arguments))
-    assert played.steps_without_graphs() == []
-    assert played.notes("prefill replay") != []
-    assert max(step["bs"] for step in played.notes("step")) > 1
-    return answers
+    def compare(
+        self, played: Rehearsal, draft: Path, requests: Sequence[dict], *arguments: object
+    ) -> list[dict]:
+        """Assert the target's answers and the expected acceptance, and return the answers.
+
+        Also assert that no host length differs from the device's, and that a graph ran every forward.
+        """
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, self._reference.answers(requests))
+        assert played.problems() == []
+        assert acceptance(answers) == acceptance(self.answers(draft, requests, *arguments))
+        assert played.steps_without_graphs() == []
+        assert played.notes("prefill replay") != []
+        assert max(step["bs"] for step in played.notes("step")) > 1
+        return answers
 
 
 def assert_launches(played: Rehearsal, name: str) -> None:
     """Assert that every greedy step launched exactly what `launch_lists/NAME.txt` lists.
 
-    The lists quote lines of the newest supported SGLang. On another one only our own lines are compared.
+    The lists are those of the newest supported SGLang. On another one only what we call is compared.
     """
     is_newest = installed_version() == SUPPORTED[-1]
-    path = LISTS / f"{name}.txt"
-    found = [
-        sorted(f"{count} {operation}" for operation, count in counts.items())
-        for counts in played.operations()
-    ]
+    path, found = LISTS / f"{name}.txt", played.operations()
+    assert found, "no decode step was seen"
     if UPDATE in os.environ:
         assert is_newest, f"the lists are those of SGLang {SUPPORTED[-1]}"
-        [lines] = found
-        path.write_text("\n".join(lines) + "\n")
-    wanted = path.read_text().splitlines()
-    assert found, "no decode step was seen"
-    if not is_newest:
-        wanted, *found = (list(filter(_is_ours, lines)) for lines in (wanted, *found))
-    for lines in found:
-        more, less = sorted(set(lines) - set(wanted)), sorted(set(wanted) - set(lines))
-        assert not more and not less, (
-            f"{path.name}\nnow, not in the list:\n  "
-            + "\n  ".join(more)
-            + ("\nin the list, not now:\n  " + "\n  ".join(less))
+        [operations] = found
+        path.write_text("\n".join(summary(operations)) + "\n")
+    wanted = set(path.read_text().splitlines())
+    for operations in found:
+        differing = {
+            line for line in wanted ^ set(summary(operations)) if is_newest or line.split(" ")[1] == "ours"
+        }
+        names = {line.split(" ", 1)[1] for line in differing}
+        called = [f"{n} {operation}" for operation, n in operations.items() if shown(operation) in names]
+        assert not differing, (
+            f"{path.name} has\n  "
+            + "\n  ".join(sorted(differing & wanted))
+            + "\nand a step launched\n  "
+            + "\n  ".join(called)
         )
-
-
-def _is_ours(line: str) -> bool:
-    """Tell whether an operation of a list is called in a file of ours."""
-    file = line.partition(" <- ")[2].partition(" ")[0]
-    return file in {path.name for path in Path(sglang_dflash.__file__).parent.rglob("*.py")}

@@ -5,119 +5,101 @@ others come and go while the server runs, as the file named by REHEARSAL_FAULT s
 """
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from sglang_dflash.srt.plugins.patch import resolve
+
 VARIABLE = "REHEARSAL_FAULT"
+_PLANS = "sglang_dflash.srt.layers.attention.flashinfer_plans"
+_SPECULATIVE = "sglang_dflash.srt.speculative"
+_first: dict[Any, torch.Tensor] = {}  # what faults keep of the step that they were planted in
 
 
-def _is_planted(name: str) -> bool:
-    return Path(os.environ[VARIABLE]).read_text() == name
-
-
-def _wrong_host_length() -> None:
+def _wrong_host_length(begin, *args):
     """Make the host believe that every request is one token shorter."""
-    from sglang_dflash.srt.speculative.cycle.block import Cycle
-
-    begin = Cycle.begin.__func__
-
-    def shorter(cls, *args):
-        cycle = begin(cls, *args)
-        if _is_planted("wrong host length"):
-            return dataclasses.replace(cycle, committed_host=cycle.committed_host - 1)
-        return cycle
-
-    Cycle.begin = classmethod(shorter)
+    cycle = begin(*args)
+    return dataclasses.replace(cycle, committed_host=cycle.committed_host - 1)
 
 
-def _stale_states() -> None:
+def _stale_states(to_commit, self, target_out):
     """Build the draft's context from the aux hidden states of an earlier step."""
-    from sglang_dflash.srt.speculative.drafters.base import VerifyTail
-
-    to_commit, first = VerifyTail.states_to_commit, {}
-
-    def stale(self, target_out):
-        states = target_out.logits_output.hidden_states
-        if _is_planted("stale states"):
-            return first.setdefault(states.shape, states.clone())  # over what the graph has written
-        return to_commit(self, target_out)
-
-    VerifyTail.states_to_commit = stale
+    states = target_out.logits_output.hidden_states
+    return _first.setdefault(states.shape, states.clone())  # over what the graph has written
 
 
-def _plain_upper_bounds() -> None:
+def _longest_plan(choose, least, most, tiles, capacity):
     """Plan with the longest lengths alone, as if a plan for more keys held for fewer."""
-    from sglang_dflash.srt.layers.attention import flashinfer_plans as plans
     from sglang_dflash.srt.layers.attention.kv_chunks import ChunkChoice, searched_chunk
 
-    choose, holds = plans.choose_chunk, plans.holds
-
-    def longest(least, most, tiles, capacity):
-        if not _is_planted("plain upper bounds"):
-            return choose(least, most, tiles, capacity)
-        return ChunkChoice(most, None, searched_chunk(most, tiles, capacity))
-
-    plans.choose_chunk = longest
-    plans.holds = lambda *args: _is_planted("plain upper bounds") or holds(*args)
+    return ChunkChoice(most, None, searched_chunk(most, tiles, capacity))
 
 
-def _one_staging_buffer() -> None:
+def _one_buffer(take, self):
     """Write every plan of a backend to the same pinned buffer."""
-    from sglang_dflash.srt.layers.attention.flashinfer_plans import Staging
-
-    take, first = Staging.next, {}
-
-    def same(self):
-        buffer = take(self)
-        return first.setdefault(id(self), buffer) if _is_planted("one staging buffer") else buffer
-
-    Staging.next = same
+    return _first.setdefault(id(self), take(self))
 
 
-def _host_read() -> None:
+def _host_read(accept, self, batch, cycle, *args, **kwargs):
     """Let a decode step wait for the device."""
-    from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
-
-    accept = Acceptor.accept
-
-    def reading(self, batch, cycle, *args, **kwargs):
-        if _is_planted("host read"):
-            cycle.committed.tolist()
-        return accept(self, batch, cycle, *args, **kwargs)
-
-    Acceptor.accept = reading
+    cycle.committed.tolist()
+    return accept(self, batch, cycle, *args, **kwargs)
 
 
-def _late_read() -> None:
+def _late_read(accept, self, batch, *args, **kwargs):
     """Let a decode step read the request table behind the verify forward."""
-    from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
-
-    commit = DFlashDrafter.commit
-
-    def reading(self, *args):
-        if _is_planted("late read"):
-            self._runner.req_to_token_pool.req_to_token[0].clone()
-        return commit(self, *args)
-
-    DFlashDrafter.commit = reading
+    batch.req_to_token_pool.req_to_token[0].clone()
+    return accept(self, batch, *args, **kwargs)
 
 
-def _new_kernel() -> None:
+def _new_kernel(run, self, batch, *args, **kwargs):
     """Launch a kernel in a decode step that start-up has not launched."""
     from sglang_dflash.kernels.ops.speculative.block import pack_blocks_triton
-    from sglang_dflash.srt.speculative.cycle.block import Cycle
 
-    begin = Cycle.begin.__func__
+    lengths, offsets = batch.seq_lens, torch.empty(batch.seq_lens.numel() + 1, dtype=torch.int32)
+    pack_blocks_triton(lengths, 8, lengths.clone(), offsets, offsets.clone(), lengths.int())
+    return run(self, batch, *args, **kwargs)
 
-    def launching(cls, batch, *args):
-        if _is_planted("new kernel"):
-            lengths, offsets = batch.seq_lens, torch.empty(batch.seq_lens.numel() + 1, dtype=torch.int32)
-            pack_blocks_triton(lengths, 8, lengths.clone(), offsets, offsets.clone(), lengths.int())
-        return begin(cls, batch, *args)
 
-    Cycle.begin = classmethod(launching)
+# name -> what is called -> what is called with it instead
+PLANTED: dict[str, dict[str, Callable[..., Any]]] = {
+    "wrong host length": {f"{_SPECULATIVE}.cycle.block.Cycle.begin": _wrong_host_length},
+    "plain upper bounds": {
+        f"{_PLANS}.choose_chunk": _longest_plan,
+        f"{_PLANS}.holds": lambda *_: True,
+    },
+    "one staging buffer": {f"{_PLANS}.Staging.next": _one_buffer},
+    "stale states": {f"{_SPECULATIVE}.drafters.base.VerifyTail.states_to_commit": _stale_states},
+    "host read": {f"{_SPECULATIVE}.acceptance.acceptor.Acceptor.accept": _host_read},
+    "late read": {f"{_SPECULATIVE}.acceptance.acceptor.Acceptor.accept": _late_read},
+    "new kernel": {f"{_SPECULATIVE}.dflash_worker.DFlashWorker.run_cycle": _new_kernel},
+}
+
+
+def plant_all() -> None:
+    """Prepare the faults that come and go."""
+    for name, changes in PLANTED.items():
+        for path, faulty in changes.items():
+            _plant(name, path, faulty)
+
+
+def _plant(name: str, path: str, faulty: Callable[..., Any]) -> None:
+    owner, original = resolve(path)
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        if Path(os.environ[VARIABLE]).read_text() == name:
+            return faulty(original, *args, **kwargs)
+        return original(*args, **kwargs)
+
+    # A class method comes bound from its class.
+    is_bound = hasattr(original, "__self__")
+    setattr(owner, original.__name__, staticmethod(call) if is_bound else call)
 
 
 def _causal_draft() -> None:
@@ -148,13 +130,4 @@ def _forgotten_buffer() -> None:
     DFlashDraftModel.embed = lambda self, input_ids: embed(self, input_ids) * self.of_this_step
 
 
-PLANTED = {
-    "wrong host length": _wrong_host_length,
-    "plain upper bounds": _plain_upper_bounds,
-    "one staging buffer": _one_staging_buffer,
-    "stale states": _stale_states,
-    "host read": _host_read,
-    "late read": _late_read,
-    "new kernel": _new_kernel,
-}
 AT_START = {"causal draft": _causal_draft, "forgotten buffer": _forgotten_buffer}

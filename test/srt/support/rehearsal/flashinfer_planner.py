@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_CHUNK = 128
-# Positions in the plan information, as FlashInfer returns it.
-CHUNK_OFFSET, SPLIT_KV = 9, 14
+# Position of the chunk in the plan information, as FlashInfer returns it.
+CHUNK_OFFSET = 9
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -30,10 +30,8 @@ class Plan:
     Attributes:
         lengths: keys of each request.
         queries: of each request.
-        group: query heads of a KV head.
         chunk: keys of a chunk.
         counts: chunks of each request.
-        tile: packed queries of a block.
         outputs: where the partial results of each request begin. [bs + 1]
         merge: where the partial results of each query begin. [queries + 1]
         information: FlashInfer's 15 numbers, which a captured launch keeps.
@@ -41,10 +39,8 @@ class Plan:
 
     lengths: list[int]
     queries: list[int]
-    group: int
     chunk: int
     counts: list[int]
-    tile: int
     outputs: list[int]
     merge: list[int]
     information: list[int]
@@ -97,7 +93,7 @@ def plan(
         outputs.append(outputs[-1] + n * count)
         merge += [merge[-1] + count * (row + 1) for row in range(n)]
     information = _information(padded, rows, tile, bs, splits, in_graph)
-    return Plan([*lengths], [*queries], group, chunk, counts, tile, outputs, merge, information)
+    return Plan([*lengths], [*queries], chunk, counts, outputs, merge, information)
 
 
 def _information(padded: int, rows: int, tile: int, bs: int, splits: bool, in_graph: bool) -> list[int]:

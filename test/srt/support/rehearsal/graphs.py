@@ -21,16 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 # Operations that read a value on the host, or whose result's shape depends on one.
-HOST_READS = (
-    "_local_scalar_dense",
-    "item",
-    "nonzero",
-    "masked_select",
-    "is_nonzero",
-    "equal",
-    "_unique2",
-    "unique_dim",
-)
+HOST_READS = "_local_scalar_dense item nonzero masked_select is_nonzero equal _unique2 unique_dim".split()
 _recording: "Recorder | None" = None
 
 

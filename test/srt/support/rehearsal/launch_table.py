@@ -5,9 +5,11 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 LISTS = Path(__file__).parent / "launch_lists"
+_OUR_FILES = {path.name for path in (Path(__file__).parents[4] / "python").rglob("*.py")}
 # What a greedy step may launch outside its graphs beside SGLang's own: its graphs' inputs and its attention's
 # metadata.
 MOST_LAUNCHES = 8
@@ -42,12 +44,27 @@ def kind_of(operation: str) -> str:
     return "launch"
 
 
+def summary(operations: Mapping[str, int]) -> list[str]:
+    """Return a launch list: a line for each name, with its count, whose line calls it, and its kind."""
+    counts: Counter[str] = Counter()
+    for operation, count in operations.items():
+        counts[shown(operation)] += count
+    return sorted(f"{count} {operation}" for operation, count in counts.items())
+
+
+def shown(operation: str) -> str:
+    """Return what the lists show of an operation: they outlast a change of the calling line."""
+    name, _, line = operation.partition(" <- ")
+    whose = "ours" if line.partition(" ")[0] in _OUR_FILES else "SGLang's"
+    return f"{whose} {kind_of(operation)} {name}"
+
+
 def counts_of(path: Path) -> Counter[str]:
     """Count a list's operations by kind."""
     counts: Counter[str] = Counter()
     for line in path.read_text().splitlines():
-        times, operation = line.split(" ", 1)
-        counts[kind_of(operation)] += int(times)
+        times, _, kind, _ = line.split(" ", 3)
+        counts[kind] += int(times)
     return counts
 
 

@@ -11,32 +11,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Neither launches nor reads.
-FREE = {
-    "view",
-    "slice",
-    "select",
-    "unsqueeze",
-    "expand",
-    "detach",
-    "as_strided",
-    "squeeze",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "_unsafe_view",
-    "alias",
-    "transpose",
-    "permute",
-    "t",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_reshape_alias",
-    "lift_fresh",
-    "unfold",
-}
+FREE = set(
+    "view slice select unsqueeze expand detach as_strided squeeze split split_with_sizes unbind _unsafe_view "
+    "alias transpose permute t empty empty_like empty_strided new_empty new_empty_strided _reshape_alias "
+    "lift_fresh unfold".split()
+)
 # Read on the host without an operation, where the tensor lies there already.
 _READS = {"tolist", "numpy", "cpu"}
 _PACKAGES = "sglang", "sglang_dflash"

@@ -47,6 +47,11 @@ class Rehearsal:
         """Plant one of `faults.PLANTED` from the next step on, or none for an empty name."""
         (self.folder / "fault").write_text(fault)
 
+    def state(self) -> dict[str, Any]:
+        """Return what `/server_info` says of the scheduler."""
+        [state] = self.server.get("/server_info")["internal_states"]
+        return state
+
     def problems(self) -> list[str]:
         return [note["text"] for note in self.notes("problem")]
 

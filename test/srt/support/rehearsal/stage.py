@@ -43,7 +43,6 @@ class Scene:
             third of a second per step. Its twin runs otherwise.
         is_built_in: SGLang's own worker instead of ours.
         is_fallback: The same, because our decision leaves the server to it.
-        has_prefill_graphs: With SGLang's default for CUDA, breakable graphs of the target's prefill.
     """
 
     backend: str
@@ -52,7 +51,6 @@ class Scene:
     interprets_context_kv: bool = False
     is_built_in: bool = False
     is_fallback: bool = False
-    has_prefill_graphs: bool = True
 
     @classmethod
     def from_environment(cls) -> "Scene":
@@ -92,8 +90,7 @@ def set_the_stage(algorithm) -> None:
         steps.watch()
         _record_layers_of_the_cpu()
         _capture_graphs(scene.buckets)
-        if scene.has_prefill_graphs:
-            prefill_graphs.install()
+        prefill_graphs.install()
         if not (scene.is_built_in or scene.is_fallback):
             _prepare_our_worker(scene)
 
@@ -134,8 +131,7 @@ def _prepare_our_worker(scene: Scene) -> None:
             "triton:write_context_kv_kernel", context_kv.write_context_kv_torch
         )
     _note_bounds()
-    for install in faults.PLANTED.values():
-        install()
+    faults.plant_all()
     if scene.fault is not None:
         faults.AT_START[scene.fault]()
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
@@ -148,14 +144,14 @@ def _note_bounds() -> None:
     """Let the kernels compare the host's bounds of lengths with the device's lengths."""
     from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan
 
-    choose = BlockPlan._choose_plan
+    prepare = BlockPlan.prepare
 
-    def noted(self):
+    def noted(self, forward_batch):
+        prepare(self, forward_batch)
         workspace = self.wrapper._int_workspace_buffer.data_ptr()
         flashinfer_kernels.bounds[workspace] = self.least, self.most
-        choose(self)
 
-    BlockPlan._choose_plan = noted
+    BlockPlan.prepare = noted
 
 
 def _operation(name: str, body):

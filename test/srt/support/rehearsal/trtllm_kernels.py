@@ -2,7 +2,7 @@
 
 import torch
 from support.rehearsal import report
-from support.rehearsal.attention import attend
+from support.rehearsal.attention import attend_pages
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -42,21 +42,10 @@ def _attend(
     block_tables: pages of each request. seq_lens: its keys, its queries included.
     """
     assert bmm2_scale == 1.0
-    keys, values = (cache.transpose(1, 2) for cache in kv_cache)
-    page = keys.shape[1]
-    result = torch.zeros_like(query) if out is None else out.zero_()
-    ends = cum_seq_lens_q.tolist()
-    if ends[-1] > len(query):
-        report.problem(f"trtllm: queries end at {ends[-1]}, there are {len(query)}")
-    for lane, length in enumerate(seq_lens.tolist()):
-        rows = slice(ends[lane], ends[lane + 1])
-        num_queries = rows.stop - rows.start
-        if num_queries > min(max_q_len, length):
-            report.problem(
-                f"trtllm, lane {lane}: {num_queries} queries, {max_q_len} announced, {length} keys"
-            )
-        pages = block_tables[lane, : -(-length // page)].long()
-        own = (cache[pages].flatten(0, 1)[:length] for cache in (keys, values))
-        attended, _ = attend(query[rows], *own, causal=True, scale=bmm1_scale, back=window_left, sinks=sinks)
-        result[rows] = attended.to(query.dtype)
-    return result
+    if (cum_seq_lens_q.diff() > seq_lens).any():
+        report.problem(f"trtllm: queries end at {cum_seq_lens_q.tolist()}, of {seq_lens.tolist()} keys")
+    pools = [cache.transpose(1, 2) for cache in kv_cache]
+    options = {"causal": True, "scale": bmm1_scale, "back": window_left, "sinks": sinks}
+    queries = block_tables, seq_lens, cum_seq_lens_q, max_q_len
+    result = attend_pages("trtllm", query, pools, *queries, **options)
+    return result if out is None else out.copy_(result)
