@@ -32,7 +32,17 @@ from serving import (
     serve,
 )
 from support.parity import assert_same
-from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, cycles, greedy, some_prompts
+from support.rank_checks import (
+    GRAMMARS,
+    NEARLY_SAME,
+    PENALTIES,
+    cycles,
+    greedy,
+    output_ids,
+    penalized_requests,
+    said,
+    some_prompts,
+)
 from support.servers import ENVIRONMENT, FLOAT32, WIDTHS_CHANGE, Reference, patched, warm_start
 from support.streaming import stream
 
@@ -115,7 +125,7 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
     requests = [greedy(ids) for ids in prompts]
     requests += [greedy(ids, ignore_eos=False, **GRAMMARS[i % 2]) for i, ids in enumerate(prompts[:6])]
     with_logprobs = [{**greedy(ids), "return_logprob": True, "top_logprobs_num": 2} for ids in prompts[:4]]
-    penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
+    penalized = penalized_requests(prompts)
     # The decode server rebuilds the texts that copies are found in.
     flags = [WHOLE_BLOCKS, *dflash_arguments(draft)]
     flags += ["--speculative-copy-ahead"] if draft == PEAGLE_DRAFT else []
@@ -133,7 +143,7 @@ def test_two_servers_say_what_one_says(draft, servers, reference, prompts):
         allowed = NEARLY_SAME if draft == DRAFT else 0.05
         assert abs(cycles(answers) - cycles(alone)) <= allowed * cycles(alone)
         penalized_answers = pair.generate_many(penalized, 8)
-        assert [a["output_ids"] for a in penalized_answers] == [a["output_ids"] for a in alone_penalized]
+        assert output_ids(penalized_answers) == output_ids(alone_penalized)
         for got, want in zip(pair.generate_many(with_logprobs, 4), alone_with_logprobs, strict=True):
             mine, theirs = (
                 [value for value, *_ in a["meta_info"]["output_token_logprobs"]] for a in (got, want)
@@ -166,7 +176,7 @@ def test_a_decode_server_retracts(draft, servers, reference, prompts):
         allowed = NEARLY_SAME if draft == DRAFT else 0.05
         assert abs(cycles(hurried) - cycles(unhurried)) <= allowed * cycles(unhurried)
         unhurried, hurried = pair.generate_many(penalized, 2), pair.generate_many(penalized, len(penalized))
-        assert [a["output_ids"] for a in hurried] == [a["output_ids"] for a in unhurried]
+        assert output_ids(hurried) == output_ids(unhurried)
         assert_idle(pair.decode)
 
 
@@ -257,10 +267,7 @@ def test_a_prefill_server_without_a_draft(servers, reference, prompts):
     with pair_of(decode=tuple(dflash_arguments())) as pair:
         answers = pair.generate_many(requests, 6)
         assert_same(requests, answers, reference.answers(requests))
-        said = sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers)
-        assert said > 1.2 * cycles(answers), (
-            f"{said} tokens in {cycles(answers)} cycles: nothing is drafted at all"
-        )
+        assert said(answers) > 1.2 * cycles(answers), "nothing is drafted at all"
 
 
 @contextlib.contextmanager
@@ -303,13 +310,13 @@ def test_behind_sglangs_router(servers, prompts):
         "max_tokens": 24,
     }
     one = servers.get(*FLOAT32, *flags, environment=environment)
-    alone, said = one.generate_many(requests, 8), one.post("/v1/chat/completions", chat)
+    alone, wanted = one.generate_many(requests, 8), one.post("/v1/chat/completions", chat)
     servers.close()
     with pair_of(*flags, environment=environment) as pair, routed(pair) as router:
         answers = router.generate_many(requests, 8)
-        assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in alone]
+        assert output_ids(answers) == output_ids(alone)
         assert abs(cycles(answers) - cycles(alone)) <= NEARLY_SAME * cycles(alone)
-        assert router.post("/v1/chat/completions", chat)["choices"] == said["choices"]
+        assert router.post("/v1/chat/completions", chat)["choices"] == wanted["choices"]
 
 
 def assert_abort(pair: Pair, reference, prompts) -> None:

@@ -25,7 +25,15 @@ from serving import (
     dflash_arguments,
 )
 from support.parity import assert_same
-from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, assert_samples, cycles, greedy, some_prompts
+from support.rank_checks import (
+    NEARLY_SAME,
+    assert_samples,
+    cycles,
+    mixed_requests,
+    output_ids,
+    penalized_requests,
+    some_prompts,
+)
 from support.servers import FLOAT32, Reference
 
 from sglang_dflash.srt.arg_groups.support import dp_attention_findings
@@ -35,6 +43,7 @@ from sglang_dflash.srt.speculative.drafters import build
 from sglang_dflash.srt.speculative.parallel import check_borrowed_layers
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
+UNEVEN = (8, 40, 17, 64)  # lengths: some end long before others
 DRAWN = ("--speculative-draft-sample-method", "probabilistic")
 
 
@@ -52,15 +61,6 @@ def dp_attention_arguments() -> list[str]:
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return [*DP_ATTENTION, "--dist-init-addr", f"127.0.0.1:{first}"]
     raise RuntimeError("no 16 free ports in a row")
-
-
-def uneven(prompts: list[list[int]]) -> list[dict]:
-    """Return requests of which some end long before others; every sixth has a grammar."""
-    requests = [greedy(ids, max_new_tokens=(8, 40, 17, 64)[number % 4]) for number, ids in enumerate(prompts)]
-    for number in range(0, len(requests), 6):
-        grammar = GRAMMARS[number // 6 % len(GRAMMARS)]
-        requests[number] = greedy(prompts[number], ignore_eos=False, **grammar)
-    return requests
 
 
 def serve_staggered(server: Server, requests: list[dict], at_once: int, pause_s: float = 0.12) -> list[dict]:
@@ -89,14 +89,10 @@ def ranks_that_decoded(log: str) -> set[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
 def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prompts, dp_attention_arguments):
-    requests = uneven(prompts)
-    penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
-    arguments = [
-        *FLOAT32,
-        WHOLE_BLOCKS,
-        *dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT),
-        *DRAWN,
-    ]
+    requests = mixed_requests(prompts, UNEVEN)
+    penalized = penalized_requests(prompts)
+    draft = PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT
+    arguments = [*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(draft), *DRAWN]
     server = servers.get(*arguments)
     alone, alone_penalized = server.generate_many(requests, 8), server.generate_many(penalized, 8)
     assert_same(requests, alone, reference.answers(requests))
@@ -105,9 +101,7 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
     assert_answers(server, requests, alone, reference)
     server.flush_cache()
     answers = server.generate_many(penalized, 5)
-    assert [answer["output_ids"] for answer in answers] == [
-        answer["output_ids"] for answer in alone_penalized
-    ]
+    assert output_ids(answers) == output_ids(alone_penalized)
     assert_samples(server, reference, prompts)
     assert_abort(server, reference, requests)
 
@@ -116,7 +110,7 @@ def test_answers_and_cycles_are_those_of_one_rank(kind, servers, reference, prom
 @pytest.mark.long
 def test_a_target_with_recurrent_states(servers, prompts, dp_attention_arguments):
     """Each rank has the states of its own requests, and commits them while the other rank may be idle."""
-    requests = uneven(prompts)
+    requests = mixed_requests(prompts, UNEVEN)
     arguments = ["--model-path", HYBRID_TARGET, *FLOAT32, WHOLE_BLOCKS, *dflash_arguments(HYBRID_DRAFT)]
     server = servers.get(*arguments)
     alone, of_one = server.generate_many(requests, 8), Reference(server)
@@ -176,14 +170,12 @@ def arguments_of(**changes) -> SimpleNamespace:
     return SimpleNamespace(**{**fields, "disaggregation_mode": "null", **changes})
 
 
-def test_plain_dp_attention_is_served():
-    assert not dp_attention_findings(arguments_of())
-    assert not dp_attention_findings(arguments_of(device="cuda", tp_size=4))
+WITHOUT_DP = {"attn_dp_size": 1, "enable_dp_lm_head": False, "enable_mixed_chunk": True}
 
 
-def test_without_dp_attention_nothing_is_asked():
-    arguments = arguments_of(attn_dp_size=1, enable_dp_lm_head=False, enable_mixed_chunk=True)
-    assert not dp_attention_findings(arguments)
+@pytest.mark.parametrize("changes", [{}, {"device": "cuda", "tp_size": 4}, WITHOUT_DP])
+def test_served(changes):
+    assert not dp_attention_findings(arguments_of(**changes))
 
 
 @pytest.mark.parametrize(
@@ -210,11 +202,8 @@ def test_all_that_is_not_served_is_named(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
     found = dp_attention_findings(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
     text = " ".join(finding.what for finding in found)
-    for words in (
-        "--disaggregation-mode",
-        "--enable-mixed-chunk",
-        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
-    ):
+    coordination = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+    for words in ("--disaggregation-mode", "--enable-mixed-chunk", coordination):
         assert words in text
 
 
@@ -241,13 +230,8 @@ def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
     )
     assert not forward.can_run_decode_cuda_graph
     assert batch.spec_info is None if in_prefill else batch.spec_info.num_tokens_per_req == 8
-    empty = (
-        result.next_token_ids,
-        result.accept_lens,
-        result.new_seq_lens,
-        result.next_draft_input.bonus_tokens,
-    )
-    assert [tensor.numel() for tensor in empty] == [0, 0, 0, 0]
+    empty = result.next_token_ids, result.accept_lens, result.new_seq_lens
+    assert not any(tensor.numel() for tensor in (*empty, result.next_draft_input.bonus_tokens))
 
 
 def layout(tp_group: object | None, attn_tp_size: int = 1) -> SimpleNamespace:

@@ -16,9 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from serving import DRAFT, TARGET, WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
-from support.drafts import make_draft
+from support.drafts import always_wrong, make_draft
 from support.parity import assert_same
-from support.servers import FLOAT32
+from support.rank_checks import cycles, said
+from support.servers import FLOAT32, wait_for_end
 from support.streaming import stream
 
 pytestmark = [pytest.mark.server, pytest.mark.long]
@@ -45,8 +46,7 @@ def server(servers, draft) -> Server:
 
 
 def accept_length(answers: list[dict]) -> float:
-    cycles = sum(sum(answer["meta_info"]["spec_correct_drafts_histogram"]) for answer in answers)
-    return sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers) / cycles
+    return said(answers) / cycles(answers)
 
 
 def assert_answers(server: Server, requests: list[dict], reference) -> float:
@@ -71,10 +71,7 @@ def test_the_target_is_updated_and_the_draft_left_alone(server, requests, refere
 
 def test_the_draft_is_updated_and_the_target_left_alone(server, requests, reference, tmp_path):
     before = assert_answers(server, requests, reference)
-    negated = make_draft(
-        tmp_path / "negated", lambda tensors: {**tensors, "norm.weight": -tensors["norm.weight"]}
-    )
-    assert update(server, negated)[0]
+    assert update(server, always_wrong(tmp_path / "negated"))[0]
     assert assert_answers(server, requests, reference) < 1.05 < before
     assert update(server, DRAFT)[0]
     assert assert_answers(server, requests, reference) == pytest.approx(before, rel=0.02)
@@ -161,10 +158,7 @@ def test_a_killed_process_ends_the_server(who, servers, draft, requests):
         os.kill(process_named(server, who), signal.SIGKILL)
         with pytest.raises((urllib.error.URLError, OSError)):
             waiting.result(timeout=60)
-        deadline = time.monotonic() + 60
-        while server.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-    assert server.process.poll() not in (None, 0)
+    assert wait_for_end(server) not in (None, 0)
 
 
 def process_named(server: Server, who: str) -> int:
@@ -181,9 +175,7 @@ def test_a_draft_that_says_nan(servers, requests, reference, tmp_path):
     """Only acceptance suffers."""
 
     def spoil(tensors):
-        return {
-            name: torch.full_like(t, torch.nan) if name == "norm.weight" else t for name, t in tensors.items()
-        }
+        return tensors | {"norm.weight": torch.full_like(tensors["norm.weight"], torch.nan)}
 
     server = servers.get(*FLOAT32, *dflash_arguments(make_draft(tmp_path / "nan", spoil)))
     assert assert_answers(server, requests, reference) < 1.2

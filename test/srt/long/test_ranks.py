@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from serving import DRAFT, PEAGLE_DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
 from support.drafts import make_draft, read_config
 from support.parity import assert_same
-from support.rank_checks import GRAMMARS, NEARLY_SAME, PENALTIES, assert_samples, cycles, greedy, some_prompts
+from support.rank_checks import (
+    NEARLY_SAME,
+    assert_samples,
+    cycles,
+    mixed_requests,
+    output_ids,
+    penalized_requests,
+    said,
+    some_prompts,
+)
 from support.servers import FLOAT32
 
 from sglang_dflash.srt.hardware_backend.cpu import arguments
@@ -23,15 +32,6 @@ from sglang_dflash.srt.hardware_backend.cpu import arguments
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return some_prompts()
-
-
-def requests_of(prompts: list[list[int]]) -> list[dict]:
-    """Every sixth one under a grammar."""
-    requests = [greedy(ids) for ids in prompts]
-    for number in range(0, len(requests), 6):
-        grammar = GRAMMARS[number // 6 % len(GRAMMARS)]
-        requests[number] = greedy(prompts[number], ignore_eos=False, **grammar)
-    return requests
 
 
 def serve_both(server: Server, requests: list[dict], penalized: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -58,8 +58,8 @@ def wider_draft(folder: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["DFlash", "P-EAGLE"])
 def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
-    requests = requests_of(prompts)
-    penalized = [greedy(ids, **PENALTIES) for ids in prompts[:8]]
+    requests = mixed_requests(prompts)
+    penalized = penalized_requests(prompts)
     arguments = dflash_arguments(PEAGLE_DRAFT if kind == "P-EAGLE" else DRAFT)
     sampled = [WHOLE_BLOCKS, "--speculative-draft-sample-method", "probabilistic"]
     [alone, alone_penalized] = serve_both(servers.get(*FLOAT32, *arguments, *sampled), requests, penalized)
@@ -71,9 +71,7 @@ def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
     both, both_penalized = serve_both(server, requests, penalized)
     assert_same(requests, both, reference.answers(requests))
     assert abs(cycles(both) - cycles(alone)) <= NEARLY_SAME * cycles(alone)
-    assert [answer["output_ids"] for answer in both_penalized] == [
-        answer["output_ids"] for answer in alone_penalized
-    ]
+    assert output_ids(both_penalized) == output_ids(alone_penalized)
     assert_samples(server, reference, prompts)
 
 
@@ -82,12 +80,10 @@ def test_two_ranks_answer_as_one(kind, servers, reference, prompts, tmp_path):
 def test_two_replicas(servers, reference, prompts):
     """With `--dp-size 2` one server has two schedulers with a draft each."""
     server = servers.get(*FLOAT32, *dflash_arguments(), "--dp-size", "2")
-    requests = requests_of(prompts)
+    requests = mixed_requests(prompts)
     answers = server.generate_many(requests, 8)
     assert_same(requests, answers, reference.answers(requests))
-    assert cycles(answers) < sum(answer["meta_info"]["completion_tokens"] - 1 for answer in answers), (
-        "no draft was kept"
-    )
+    assert cycles(answers) < said(answers), "no draft was kept"
     assert set(re.findall(r"DP(\d)[^\n]*Decode batch", server.log())) == {"0", "1"}, "only one replica worked"
 
 
