@@ -39,7 +39,7 @@ from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
-COMMANDS = commands()
+COMMANDS = list(commands())
 # Commands that nothing runs here: they need a network, or an environment of another library.
 INSTALLS = (
     "pip install .",

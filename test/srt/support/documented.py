@@ -67,16 +67,12 @@ def _lines(block: str) -> list[str]:
     ]
 
 
-def commands() -> list[Command]:
-    """Return every documented command.
+def commands() -> Iterator[Command]:
+    """Yield every documented command.
 
     Pages: lines of bash blocks, and inline code that starts with a program and has an argument. Examples: the
     indented commands of the docstring or first comment.
     """
-    return [*_of_pages(), *_of_scripts()]
-
-
-def _of_pages() -> Iterator[Command]:
     for page in PAGES:
         where = page.relative_to(ROOT).as_posix()
         for language, block in blocks(page):
@@ -85,9 +81,6 @@ def _of_pages() -> Iterator[Command]:
         for span in spans(page):
             if span.split()[0] in _PROGRAMS and " " in span:
                 yield Command(where, span)
-
-
-def _of_scripts() -> Iterator[Command]:
     for script in SCRIPTS:
         text = script.read_text()
         if script.suffix == ".py":
@@ -121,16 +114,12 @@ def server_arguments(command: Command) -> list[str]:
 
 def defined_flags(script: Path) -> set[str]:
     """Return the flags that a Python file gives to argparse."""
-    calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
     # `parser.add_argument(...)`, or `add(...)` where a script names the method so.
-    added = [
-        call
-        for call in calls
-        if getattr(call.func, "attr", None) == "add_argument" or getattr(call.func, "id", None) == "add"
-    ]
     return {
         arg.value
-        for call in added
+        for call in ast.walk(ast.parse(script.read_text()))
+        if isinstance(call, ast.Call)
+        and (getattr(call.func, "attr", None) == "add_argument" or getattr(call.func, "id", None) == "add")
         for arg in call.args
         if isinstance(arg, ast.Constant) and str(arg.value).startswith("--")
     }

@@ -13,7 +13,7 @@ from typing import Any
 
 from support.real_model import TARGET, Answers, Job, converse, pair, post, post_with_margins, served_alone
 from support.real_requests import POSTED, TURNS, requests_for_stop_tokens
-from support.target_answers import gaps_of, sha256_sums, top_logprobs
+from support.target_answers import gaps_of, read_golden, sha256_sums, top_logprobs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "smollm2-answers.jsonl"
 KEEPS_LOGPROBS = "log probabilities"
@@ -33,10 +33,7 @@ def stored_answers() -> dict[str, Any]:
     Of the best two log probabilities at each position only the gap is stored; the best one is stored as 0.
     """
     pair()
-    made_for, *lines = (json.loads(line) for line in GOLDEN.read_text().splitlines())
-    assert made_for == _made_for(), (
-        f"{GOLDEN} is of another model or other requests: run {Path(__file__).name}"
-    )
+    lines = read_golden(GOLDEN, _made_for())
     for line in lines:
         for answer in line["answers"]:
             for choice in answer["choices"]:
@@ -71,11 +68,8 @@ def _shortened(answer: dict, keeps_logprobs: bool) -> dict:
 
 
 def _made_for() -> dict[str, str]:
-    """Return SHA-256 sums of everything the answers depend on."""
-    names = "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"
-    contents = {name: (TARGET / name).read_bytes() for name in names}
-    contents["requests"] = json.dumps([POSTED, requests_for_stop_tokens(), TURNS]).encode()
-    return sha256_sums(contents)
+    files = "config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"
+    return sha256_sums(TARGET, files, [POSTED, requests_for_stop_tokens(), TURNS])
 
 
 def main() -> None:

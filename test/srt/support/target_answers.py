@@ -8,6 +8,7 @@ them after a change to the target or the requests:
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from serving import TARGET, heldout_prompts
@@ -35,13 +36,16 @@ def target_answers() -> list[dict]:
     Of the target's two best log probabilities at each position only the gap is stored; the best one is
     stored as 0.
     """
-    lines = [json.loads(line) for line in GOLDEN.read_text().splitlines()]
-    made_for, answers = lines[0], lines[1:]
-    assert made_for == _made_for(), (
-        f"{GOLDEN} is another target's or of other requests: run {Path(__file__).name}"
-    )
+    answers = read_golden(GOLDEN, _made_for())
     for answer in answers:
         answer["meta_info"]["output_top_logprobs"] = top_logprobs(answer["meta_info"].pop("gaps"))
+    return answers
+
+
+def read_golden(path: Path, made_for: dict[str, str]) -> list[dict]:
+    """Read stored answers, whose first line says what they were made for."""
+    first, *answers = (json.loads(line) for line in path.read_text().splitlines())
+    assert first == made_for, f"{path} is of another model or other requests: its module regenerates it"
     return answers
 
 
@@ -55,17 +59,16 @@ def top_logprobs(gaps: list[float]) -> list[list[tuple[float, None]]]:
     return [[(0.0, None), (-gap, None)] for gap in gaps]
 
 
-def sha256_sums(contents: dict[str, bytes]) -> dict[str, str]:
+def sha256_sums(model: Path, files: Sequence[str], requests: object) -> dict[str, str]:
+    """Return SHA-256 sums of everything that stored answers depend on."""
+    contents = {name: (model / name).read_bytes() for name in files}
+    contents["requests"] = json.dumps(requests).encode()
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _made_for() -> dict[str, str]:
-    """Return SHA-256 sums of everything the answers depend on."""
-    contents = {
-        name: (TARGET / name).read_bytes() for name in ("config.json", "model.safetensors", "tokenizer.json")
-    }
-    contents["requests"] = json.dumps(requests_from_prompts()).encode()
-    return sha256_sums(contents)
+    files = "config.json", "model.safetensors", "tokenizer.json"
+    return sha256_sums(TARGET, files, requests_from_prompts())
 
 
 def main() -> None:
