@@ -42,6 +42,8 @@ def _attend(
     block_tables: pages of each request. seq_lens: its keys, its queries included.
     """
     assert bmm2_scale == 1.0
+    if cum_seq_lens_q[-1] > len(query):
+        report.problem(f"trtllm: queries end at {cum_seq_lens_q.tolist()}, there are {len(query)}")
     if (cum_seq_lens_q.diff() > seq_lens).any():
         report.problem(f"trtllm: queries end at {cum_seq_lens_q.tolist()}, of {seq_lens.tolist()} keys")
     pools = [cache.transpose(1, 2) for cache in kv_cache]
