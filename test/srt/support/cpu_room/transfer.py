@@ -69,7 +69,7 @@ def host_register(buffer: torch.Tensor, registration_granularity_bytes: int | No
     """Replace SGLang's, which page-locks `buffer` for copies by a GPU: do nothing."""
 
 
-def back_up_all_layers(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, *_: Any) -> None:
+def back_up_all_layers(self, device_pool, host_indices, device_indices, io_backend) -> None:
     """Save KV: rows device_indices [n] to host_indices [n], int64."""
     sides = ((self.k_data_refs, self.device_k_buffers), (self.v_data_refs, self.device_v_buffers))
     for host_layers, layers in sides:
@@ -78,13 +78,7 @@ def back_up_all_layers(self: Any, device_pool: Any, host_indices: Any, device_in
 
 
 def restore_layer(
-    self: Any,
-    device_pool: Any,
-    host_indices: Any,
-    device_indices: Any,
-    layer_id: int,
-    *_: Any,
-    is_draft=False,
+    self, device_pool, host_indices, device_indices, layer_id: int, io_backend, *, is_draft: bool = False
 ) -> None:
     """Restore one layer at other rows; like SGLang's, do nothing for layers it lacks."""
     if is_draft or 0 <= layer_id < self.target_layer_num:
