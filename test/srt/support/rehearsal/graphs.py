@@ -162,11 +162,6 @@ def end(recorder: Recorder) -> None:
     _recording = None
 
 
-def is_capturing() -> bool:
-    """Tell whether operations are being recorded."""
-    return _recording is not None
-
-
 def kernel(name: str, body: Callable) -> Callable:
     """Wrap `body` as one operation of a graph that is being captured; otherwise just run it."""
 
