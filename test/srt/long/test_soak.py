@@ -11,7 +11,7 @@ import pytest
 from serving import DRAFT, dflash_arguments, serve
 from soak import ENVIRONMENT, Configuration, Pair, Resources, problems_after, run_round, write_schedules
 from soak_requests import Known, Wrong, compare_with_known, known_requests
-from support.servers import FLOAT32, patched, warm_start
+from support.servers import FLOAT32, patched, plain_target, warm_start
 
 SEED = "suite"
 # The seed draws a tight pool, a draft window and changing widths for the first round, and sampled drafts
@@ -19,9 +19,13 @@ SEED = "suite"
 ROUNDS = (12, 13)
 
 
+PROCESSORS = "--enable-custom-logit-processor"
+
+
 @pytest.fixture(scope="module")
-def known(reference) -> list[Known]:
-    return known_requests(reference.server, 80, seed=11)
+def known() -> list[Known]:
+    with plain_target(*FLOAT32, PROCESSORS) as plain:
+        return known_requests(plain.server, 80, seed=11)
 
 
 @pytest.mark.server
@@ -64,7 +68,7 @@ def test_a_round_with_pictures(tmp_path):
     ],
 )
 def test_a_planted_fault_in_a_server_is_caught(fault, caught_by, known, servers):
-    server = servers.get(*FLOAT32, *dflash_arguments(), environment=patched(fault))
+    server = servers.get(*FLOAT32, PROCESSORS, *dflash_arguments(), environment=patched(fault))
     counts, wrong = run_round(server, known, 80, f"{SEED}-{fault}", concurrency=8)
     assert any(re.search(caught_by, line, re.DOTALL) for line in wrong), "\n".join(wrong) or counts
 
