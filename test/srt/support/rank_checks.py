@@ -7,7 +7,6 @@ from itertools import cycle
 from scipy.stats import kstest
 from serving import TARGET, Server, heldout_prompts
 from support.sampling_checks import FALSE_ALARM, joint_filter, places, score
-from support.servers import Reference
 from tokenizers import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["get", "put", "head"]}}, "required": ["name"]}

@@ -36,10 +36,10 @@ def follow_schedule(module) -> None:
     """Replace the policy's choices by those of the schedule, if there is one."""
     choose, cycles = module.LengthChooser.choose, itertools.count()
 
-    def choose_by_schedule(self, key, rows, modes, further, matches, caps):
-        choice = choose(self, key, rows, modes, further, matches, caps)
+    def choose_by_schedule(self, requests, further, matches, caps):
+        choice = choose(self, requests, further, matches, caps)
         schedule = json.loads(os.environ.get(_VARIABLE, "[]"))
-        return scheduled(choice, rows, next(cycles), schedule, matches, caps) if schedule else choice
+        return scheduled(choice, requests.rows, next(cycles), schedule, matches, caps) if schedule else choice
 
     module.LengthChooser.choose = choose_by_schedule
 
