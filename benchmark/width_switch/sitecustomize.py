@@ -60,8 +60,8 @@ seconds: Counter[str] = Counter()
 
 def verify_in_turns(module) -> None:
     """Replace choices by those of the turn."""
-    adaptive = module.AdaptiveLengths
-    choose_own, choose, learn = adaptive._choose, adaptive.choose, adaptive.on_accept_lens
+    adaptive, chooser = module.AdaptiveLengths, module.LengthChooser
+    choose_own, choose, learn = chooser.choose, adaptive.choose, adaptive.on_accept_lens
     cycles: deque = deque()  # turn of each cycle in flight, and lengths that the policy would have chosen
     chosen = None
 
@@ -77,11 +77,9 @@ def verify_in_turns(module) -> None:
         n, depth = len(requests.rows), turns.number - 1
         copies = module.np.zeros(n, dtype=bool)
         if matches.any() and depth:
-            copied = self.chooser.copies.prefix_accept_probs(requests.modes, matches)[:, :depth].sum(axis=1)
-            drafted = self.chooser.drafts.prefix_accept_probs(requests.rows, requests.modes)[:, :depth].sum(
-                axis=1
-            )
-            copies = copied > drafted
+            copied = self.copies.prefix_accept_probs(requests.modes, matches)[:, :depth]
+            drafted = self.drafts.prefix_accept_probs(requests.rows, requests.modes)[:, :depth]
+            copies = copied.sum(axis=1) > drafted.sum(axis=1)
         # No seconds are expected, so none are learned from.
         return module.Choice(module.np.full(n, depth), copies, 0.0, 0.0)
 
@@ -108,7 +106,7 @@ def verify_in_turns(module) -> None:
             own_on_widest["blocks"] += len(own)
             own_on_widest["tokens"] += sum(1 + min(pair) for pair in zip(accept_lens, own.tolist()))
 
-    adaptive._choose, adaptive.choose, adaptive.on_accept_lens = choose_in_turn, timed_choose, learn_own
+    chooser.choose, adaptive.choose, adaptive.on_accept_lens = choose_in_turn, timed_choose, learn_own
 
 
 def time_steps(module) -> None:

@@ -99,6 +99,25 @@ def test_arguments_of_the_rule(monkeypatch):
     assert len(uniforms.unique()) == 2 * WIDTH
 
 
+class SecondRank(OneRank):
+    """A synchronisation that gets rank 0's decision: nothing accepted, and tokens of 3."""
+
+    def enabled(self, site):
+        return True
+
+    def sync(self, site, values):
+        decided = torch.full_like(values, 3)
+        decided[:, -1] = 0
+        return decided
+
+
+def test_the_first_rank_decides():
+    block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
+    acceptor, logits = make_acceptor(sync=SecondRank(), rule=Rule()), torch.zeros(2 * WIDTH, VOCABULARY)
+    accepted = accept(acceptor, batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
+    assert accepted.accept_len.tolist() == [0, 0] and (accepted.tokens == 3).all()
+
+
 @pytest.mark.parametrize("by_blocks", [True, False])
 def test_the_rule_is_the_servers_choice(by_blocks):
     spec = SimpleNamespace(

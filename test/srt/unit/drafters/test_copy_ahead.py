@@ -387,14 +387,21 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
 
 
 def test_a_new_request_is_drafted_for():
-    stats = CopyStats(SILENT)
-    whole = torch.tensor([9], dtype=torch.int32)
-    cycles = [Proposals(whole, torch.empty(0)) for _ in range(WHOLE_CYCLES + 1)]
-    for cycle in cycles[:-1]:
+    stats, whole = CopyStats(SILENT), torch.tensor([9], dtype=torch.int32)
+    begun = [Proposals(whole, torch.empty(0)) for _ in range(2 * WHOLE_CYCLES)]
+    for cycle in begun[:WHOLE_CYCLES]:
         stats.on_accept_lens(cycle, [7], [7])
     assert stats.all_copy
     stats.on_admission()
-    stats.on_accept_lens(cycles[-1], [7], [7])  # begun before the admission
+    for cycle in begun[WHOLE_CYCLES:]:  # begun before the admission
+        stats.on_accept_lens(cycle, [7], [7])
+    assert not stats.all_copy
+
+
+def test_copies_that_are_kept_in_part_are_no_reason_to_leave_the_draft_out():
+    stats, whole = CopyStats(SILENT), torch.tensor([9], dtype=torch.int32)
+    for _ in range(2 * WHOLE_CYCLES):
+        stats.on_accept_lens(Proposals(whole, torch.empty(0)), [6], [7])
     assert not stats.all_copy
 
 

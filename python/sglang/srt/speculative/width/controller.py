@@ -172,16 +172,13 @@ class AdaptiveLengths:
         n = len(requests.rows)
         choice = Choice(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool), 0.0, 0.0)
         if self._tp_group.rank_in_group == 0:
-            choice = self._choose(requests, further, matches, caps)
+            choice = self.chooser.choose(requests, further, matches, caps)
         if self._tp_group.world_size > 1:
             sent = torch.from_numpy(np.stack((choice.lengths, choice.copies)).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
             lengths, copies = sent.numpy()
             choice = choice._replace(lengths=lengths, copies=copies > 0)
         return choice
-
-    def _choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
-        return self.chooser.choose(requests, further, matches, caps)
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""
