@@ -88,8 +88,8 @@ def test_the_observer_of_the_docstring_runs(tmp_path, monkeypatch, capsys):
     layout = VerifyLayout(2, 8, np.array([7, 4]))
     accepted = accepted_blocks(torch.tensor([7, 0], dtype=torch.int32), torch.zeros(2, 8, dtype=torch.int64))
     batch = SimpleNamespace(reqs=[SimpleNamespace(rid="a"), SimpleNamespace(rid="b")])
-    DFlashWorker._notify(worker, "on_begun", batch)
-    DFlashWorker._notify(worker, "on_accepted", batch, SimpleNamespace(layout=layout), accepted)
+    DFlashWorker.notify(worker, "on_begun", batch)
+    DFlashWorker.notify(worker, "on_accepted", batch, SimpleNamespace(layout=layout), accepted)
     assert capsys.readouterr().out.splitlines() == [
         "a: 7 of 7 drafted tokens accepted",
         "b: 0 of 4 drafted tokens accepted",

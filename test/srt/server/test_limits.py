@@ -3,6 +3,7 @@
 In one process: the worker's reservation with SGLang's own tables and allocators, then whole schedulers.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from support.scheduled import Answer, Job, Oracle, run
 from tokenizers import Tokenizer
 
 from sglang_dflash.srt.speculative import request_fields
-from sglang_dflash.srt.speculative.dflash_info import NOT_RESERVED, DFlashDraftInput, _reserve_slots
+from sglang_dflash.srt.speculative.dflash_info import NOT_RESERVED, DFlashDraftInput, reserve_slots
 
 CONTEXT = 128
 POOL = 300
@@ -59,7 +60,7 @@ def reserve(block: int, page: int, committed: int, pool_size: int = 4096) -> tup
             device="cpu",
             hisparse_coordinator=None,
         )
-        [reserved] = _reserve_slots(batch, [committed]).tolist()
+        [reserved] = reserve_slots(batch, [committed]).tolist()
     assert reserved == kv.kv_allocated_len
     return table.req_to_token, reserved
 
@@ -78,6 +79,12 @@ def test_a_reservation_ends_with_the_row(block, page):
         assert (table == MARK).all(), "entries of another request"
 
 
+@pytest.fixture
+def serve_pool_of() -> Iterator[Callable[[object], None]]:
+    yield request_fields.end_requests_with_pool_of
+    request_fields.end_requests_with_pool_of(None)
+
+
 @pytest.mark.parametrize(
     ("pool", "page", "prompt", "wanted", "given"),
     [
@@ -91,32 +98,32 @@ def test_a_reservation_ends_with_the_row(block, page):
         (16, 1, 3, 4, "The prompt has 3 tokens. The KV pool holds 16"),
     ],
 )
-def test_requests_end_with_the_pool(pool, page, prompt, wanted, given, monkeypatch):
+def test_requests_end_with_the_pool(pool, page, prompt, wanted, given, serve_pool_of):
     """Two blocks of 8 and two pages stay free beside a request: SGLang runs its steps and admits it."""
     start()
     runner = SimpleNamespace(max_total_num_tokens=pool, page_size=page)
-    monkeypatch.setattr(request_fields, "_target_runner", runner)
+    serve_pool_of(runner)
     params = SimpleNamespace(max_new_tokens=wanted)
     request = SimpleNamespace(origin_input_ids=[7] * prompt, sampling_params=params)
     with get_spec().override(speculative_num_draft_tokens=8):
-        refusal = request_fields._end_with_pool(request)
+        refusal = request_fields.end_with_pool(request)
     if isinstance(given, int):
         assert refusal is None and params.max_new_tokens == given
     else:
         assert refusal.startswith(given) and params.max_new_tokens == wanted
 
 
-def test_a_prompt_may_be_cut_to_the_pool(monkeypatch):
+def test_a_prompt_may_be_cut_to_the_pool(serve_pool_of):
     start()
     runner = SimpleNamespace(max_total_num_tokens=600, page_size=1)
-    monkeypatch.setattr(request_fields, "_target_runner", runner)
+    serve_pool_of(runner)
     params = SimpleNamespace(max_new_tokens=400)
     request = SimpleNamespace(origin_input_ids=[*range(700)], sampling_params=params)
     with (
         get_spec().override(speculative_num_draft_tokens=8),
         get_serving().override(allow_auto_truncate=True),
     ):
-        assert request_fields._end_with_pool(request) is None
+        assert request_fields.end_with_pool(request) is None
     assert request.origin_input_ids == [*range(581)] and params.max_new_tokens == 1
 
 

@@ -69,7 +69,7 @@ class BlockDraftModel(nn.Module):
         self.row_checks: list[RowCheck] = []
         self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.takes_parts = False  # a weight update may bring some of the tensors
-        self._borrowed: tuple[Any, Any] = (None, None)
+        self.borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
         classes = [self.layer_class] * config.num_hidden_layers
         classes[0] = self.first_layer_class or self.layer_class
@@ -91,7 +91,7 @@ class BlockDraftModel(nn.Module):
     @property
     def has_borrowed(self) -> bool:
         """Tell if the draft reads the target's modules: from then on none may be added."""
-        return self._borrowed[0] is not None
+        return self.borrowed[0] is not None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none.
@@ -99,7 +99,7 @@ class BlockDraftModel(nn.Module):
         Without LoRA adapters: those are per request, and a draft runs unadapted.
         """
         # In a tuple, outside the module tree: their weights are the target's.
-        self._borrowed = (unwrap_lora_layer(embed_tokens), unwrap_lora_layer(lm_head))
+        self.borrowed = (unwrap_lora_layer(embed_tokens), unwrap_lora_layer(lm_head))
         if self.mask_embedding is not None:
             # The table's row of the mask token would have been scaled too.
             scale: Any = self.draft.input_embedding_scale or getattr(self._embedding(), "embed_scale", 1.0)
@@ -143,7 +143,7 @@ class BlockDraftModel(nn.Module):
         return self._fp8_head or self._plain_head()
 
     def _plain_head(self) -> nn.Module:
-        return self.lm_head if self.lm_head is not None else self._borrowed[1]
+        return self.lm_head if self.lm_head is not None else self.borrowed[1]
 
     def use_fp8_head(self) -> str | None:
         """Draft with an FP8 copy of the head. If that cannot be, return why and change nothing."""
@@ -158,7 +158,7 @@ class BlockDraftModel(nn.Module):
         CUDA graphs read most of it, so it stays where it is.
         """
         for layer in self.layers:
-            layer.self_attn._qk_weight = None
+            layer.self_attn.qk_weight = None
         if self._fp8_head is not None:
             self._fp8_head.refresh()
 
@@ -196,7 +196,7 @@ class BlockDraftModel(nn.Module):
         return logits if softcap is None else softcap * torch.tanh(logits.float() / softcap)
 
     def _embedding(self) -> nn.Module:
-        return self.embed_tokens if self.embed_tokens is not None else self._borrowed[0]
+        return self.embed_tokens if self.embed_tokens is not None else self.borrowed[0]
 
     def get_attention_sliding_window_size(self) -> int | None:
         """Return the window for SGLang's backends, which plan sliding layers with it."""

@@ -59,7 +59,7 @@ class DFlashAttention(nn.Module):
         # "k" and "v" -> rows [kv_size, hidden] of a packed `qkv_proj`, for the context.
         self.context_rows: dict[str, torch.Tensor] = {}
         # [q heads + kv heads, head_dim], gathered on first use on a CPU.
-        self._qk_weight: torch.Tensor | None = None
+        self.qk_weight: torch.Tensor | None = None
         rope_theta, rope_scaling = get_rope_config(hf_config)
         # The draft of a target with M-RoPE may have its sections in the config; its positions are the text's.
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
@@ -86,7 +86,7 @@ class DFlashAttention(nn.Module):
         if qkv.is_cpu:
             q, k, v = self._norm_and_rotate(qkv, positions)
         else:
-            is_ready = self._norm_and_rotate_in_place(qkv, positions)
+            is_ready = self.norm_and_rotate_in_place(qkv, positions)
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
             if not is_ready:
                 if self.q_norm is not None:
@@ -96,7 +96,7 @@ class DFlashAttention(nn.Module):
         output, _ = self.o_proj(attended.flatten(1))
         return output
 
-    def _norm_and_rotate_in_place(self, qkv: torch.Tensor, positions: torch.Tensor) -> bool:
+    def norm_and_rotate_in_place(self, qkv: torch.Tensor, positions: torch.Tensor) -> bool:
         """Run SGLang's kernel if it can: bfloat16, heads of a power of two. Return if it did.
 
         0.5.22 has no such kernel."""
@@ -119,10 +119,10 @@ class DFlashAttention(nn.Module):
         normed = self.num_heads + self.num_kv_heads
         qk = heads[:, :normed]
         if self.q_norm is not None:
-            if self._qk_weight is None:
+            if self.qk_weight is None:
                 heads_and_norms = (self.num_heads, self.q_norm), (self.num_kv_heads, self.k_norm)
-                self._qk_weight = torch.cat([norm.weight.expand(n, -1) for n, norm in heads_and_norms])
-            qk = rms_norm(qk, self._qk_weight, self.q_norm.variance_epsilon)
+                self.qk_weight = torch.cat([norm.weight.expand(n, -1) for n, norm in heads_and_norms])
+            qk = rms_norm(qk, self.qk_weight, self.q_norm.variance_epsilon)
         qk = rotate(qk, positions, self.rotary_emb.cos_sin_cache)
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, normed:]
 
@@ -183,7 +183,7 @@ class DFlashDraftModel(BlockDraftModel):
         super().__init__(config, quant_config, prefix)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # Stacked over layers: [layers * 2 * kv_size, hidden], [layers * 2 * kv_size], [layers, head_dim].
-        self._kv_weight: torch.Tensor | None = None
+        self.kv_weight: torch.Tensor | None = None
         self._kv_bias: torch.Tensor | None = None
         self._k_norm_weight: torch.Tensor | None = None
         self._kv_pool: Any = None
@@ -247,18 +247,18 @@ class DFlashDraftModel(BlockDraftModel):
         Raises:
             ValueError: the pool's layout cannot be written to.
         """
-        if self._kv_weight is None:
+        if self.kv_weight is None:
             self.stack_kv_weights()
         if self._kv_pool is not kv_pool:
             self.use_pool(kv_pool)
-        assert self._kv_weight is not None and self._k_norm_weight is not None
+        assert self.kv_weight is not None and self._k_norm_weight is not None
         assert self._kv_pointers is not None
         # SGLang may grow a pool after graphs with these addresses were captured. It does so in place.
         is_in_place = kv_pool.k_buffer[0].data_ptr() == self._kv_pointers.k_buffers[0].data_ptr()
         assert is_in_place, "the draft's KV pool has moved since its addresses were taken"
         attention = self.layers[0].self_attn
         context = self.hidden_norm(self.fc(aux_hidden)[0])
-        kv = F.linear(context, self._kv_weight, self._kv_bias)
+        kv = F.linear(context, self.kv_weight, self._kv_bias)
         kv = kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim)
         norm = self._k_norm_weight, attention.k_norm.variance_epsilon
         rows = attention.rotary_emb.cos_sin_cache, positions, cache_loc
@@ -277,14 +277,14 @@ class DFlashDraftModel(BlockDraftModel):
     def stack_kv_weights(self) -> None:
         """Stack K/V weights where CUDA graphs read them."""
         weights, biases = zip(*(layer.self_attn.context_kv_weight() for layer in self.layers), strict=True)
-        self._kv_weight = torch.cat(weights, out=self._kv_weight)
+        self.kv_weight = torch.cat(weights, out=self.kv_weight)
         self._kv_bias = None if biases[0] is None else torch.cat(biases, out=self._kv_bias)
         norms = [layer.self_attn.k_norm.weight for layer in self.layers]
         self._k_norm_weight = torch.stack(norms, out=self._k_norm_weight)
 
     def renew_copies(self) -> None:
         super().renew_copies()
-        if self._kv_weight is not None and self.no_update_reason is None:
+        if self.kv_weight is not None and self.no_update_reason is None:
             self.stack_kv_weights()
 
 

@@ -82,7 +82,7 @@ class DFlashDraftInput(SpecInput):
         if not reqs:
             return
         committed = [req.kv.kv_committed_len for req in reqs]
-        self.reserved_lens_cpu = _reserve_slots(batch, committed)
+        self.reserved_lens_cpu = reserve_slots(batch, committed)
         for req in reqs:
             req.decode_batch_idx += 1
         # Exact without overlap. With it, SGLang replaces both by the published lengths before the forward.
@@ -115,7 +115,7 @@ class DFlashDraftInput(SpecInput):
         self.new_seq_lens = torch.cat([self.new_seq_lens, other.new_seq_lens])
 
 
-def _reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
+def reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
     """Give each request slots for two blocks, and return its slots: [bs] int32.
 
     Two, because under overlap `kv_committed_len` is one step behind the running forward. If slots are short

@@ -259,7 +259,7 @@ class DFlashWorker(BaseSpecWorker):
         next_tokens = self.tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids).long()
         if is_penalized:
             self.penalties.count_prefill(batch, next_tokens)
-        self._notify("on_prefilled", batch, prompts, aux_hidden)
+        self.notify("on_prefilled", batch, prompts, aux_hidden)
         self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         self.copies.end_prefill(prompts, next_tokens)
         result.logits_output.hidden_states = None  # SGLang would copy them to the host
@@ -270,7 +270,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Run one cycle for each request of the batch, at the verify length that pays."""
-        self._notify("on_begun", batch)
+        self.notify("on_begun", batch)
         while arrivals:
             requests = arrivals.pop(0)
             for table in self._row_tables:
@@ -281,7 +281,7 @@ class DFlashWorker(BaseSpecWorker):
         plan = self._planner.choose(batch, draws, self.copies.look_up(batch), caps)
         verify_len = plan.layout.verify_len
         self.speculative_num_draft_tokens = verify_len
-        self._notify("on_length_chosen", batch, verify_len)
+        self.notify("on_length_chosen", batch, verify_len)
         result = self.run_cycle(batch, plan, on_publish, grammar_barrier)
         if self._has_graph_plans and not result.can_run_cuda_graph:
             reason = f"no CUDA graph was captured for a batch of {len(batch.reqs)} requests"
@@ -306,7 +306,7 @@ class DFlashWorker(BaseSpecWorker):
         """
         cycle, block, was_drafted = self._draft(batch, plan)
         layout = cycle.layout
-        self._notify("on_drafted", batch, cycle, block)
+        self.notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         has_processors = batch.sampling_info.has_custom_logit_processor
         reads_chains = batch.has_grammar or (has_processors and need_tokens(batch.reqs))
@@ -316,7 +316,7 @@ class DFlashWorker(BaseSpecWorker):
         target_out = verify(self._target_worker, batch, cycle, block)
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
-        self._notify("on_verified", batch, block, logits)
+        self.notify("on_verified", batch, block, logits)
         constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, layout)
         accepted = self.acceptor.accept(batch, cycle, block, logits_output, plan.caps)
         if Penalties.are_requested(batch.sampling_info):
@@ -329,11 +329,11 @@ class DFlashWorker(BaseSpecWorker):
             if not layout.is_rectangle:
                 places = {"accept_index": layout.slots}
             compute_spec_logprobs(batch, logits_output, layout.pack(accepted.tokens), **places)
-        self._notify("on_accepted", batch, cycle, accepted)
+        self.notify("on_accepted", batch, cycle, accepted)
         aux_hidden = self.verify_tail.states_to_commit(target_out)
         self.drafter.commit(cycle, aux_hidden, accepted)
         self.copies.record(cycle, accepted, was_drafted)
-        self._notify("on_committed", batch, cycle, aux_hidden, accepted)
+        self.notify("on_committed", batch, cycle, aux_hidden, accepted)
         logits_output.hidden_states = None
         return GenerationBatchResult(
             logits_output=logits_output,
@@ -369,6 +369,6 @@ class DFlashWorker(BaseSpecWorker):
         self.acceptor.broadcast_drafts(block)
         return cycle.packed(plan.layout), block, bool(len(on_host))
 
-    def _notify(self, stage: str, *args: Any) -> None:
+    def notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:
             getattr(observer, stage)(*args)

@@ -215,7 +215,7 @@ def _problem(req: Any) -> str | None:
         except Exception as error:  # whatever the sender's bytes raise; SGLang would end the server
             req.custom_logit_processor = None
             return f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}."
-    return _outside_vocabulary(req) or _end_with_pool(req)
+    return _outside_vocabulary(req) or end_with_pool(req)
 
 
 _target_runner: Any = None  # of this process's scheduler
@@ -227,7 +227,7 @@ def end_requests_with_pool_of(target_runner: Any) -> None:
     _target_runner = target_runner
 
 
-def _end_with_pool(req: Any) -> str | None:
+def end_with_pool(req: Any) -> str | None:
     """Shorten an answer to the KV pool, where it ends with `length`.
 
     Returns why a prompt is too long for the pool, or None.

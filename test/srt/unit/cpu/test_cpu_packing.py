@@ -160,12 +160,12 @@ def test_updates_pack_again(way, pair):
 
 def test_context_weights_follow_an_update_of_the_draft(pair):
     pair.draft.stack_kv_weights()
-    assert not pair.draft._kv_weight.isnan().any()
+    assert not pair.draft.kv_weight.isnan().any()
     name = "layers.0.self_attn.k_proj.weight"
     new = {name: halves(tensors_of(DRAFT))[name].roll(1, 0)}
     assert pair.send(new, "draft")[0]
     rows = new[name].shape[0]
-    assert torch.equal(pair.draft._kv_weight[:rows], new[name])
+    assert torch.equal(pair.draft.kv_weight[:rows], new[name])
 
 
 def test_the_dense_forward_wants_packed_layers_and_follows_their_norms(pair):

@@ -60,15 +60,14 @@ def test_a_layout_of_all_requests_of_a_graph():
 
 def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
     """Make backends as they are after the capture, and their runner."""
-    sizes = row_sizes(max_requests, BLOCK)
     packed = SimpleNamespace(
-        max_requests=max_requests, device="cpu", _ragged_capture_slots=lambda rows: min(rows, max_requests)
+        capture_bs=row_sizes(max_requests, BLOCK),
+        max_requests=max_requests,
+        device="cpu",
+        _ragged_capture_slots=lambda rows: min(rows, max_requests),
     )
-    made = RowBackends.__new__(RowBackends)
-    made._runner, made._block_size, made._latest = SimpleNamespace(), BLOCK, (b"", None)
-    made._is_whole = True
-    made._whole, made._packed, made.sizes = ("whole", "whole"), ("packed", packed), sizes
-    return made, made._runner
+    runner = SimpleNamespace(attn_backend="whole", decode_cuda_graph_runner="whole")
+    return RowBackends(runner, BLOCK, ("packed", packed)), runner
 
 
 def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():

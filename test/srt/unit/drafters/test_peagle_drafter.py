@@ -411,8 +411,8 @@ def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):
     ],
 )
 def test_requests_with_half_a_block_go_along_with_an_overdue_one(pending, lengths, chosen, left):
-    drafter = SimpleNamespace(_most_pending=np.array([5, *pending]), _block_size=8)
+    drafter = SimpleNamespace(most_pending=np.array([5, *pending]), _block_size=8)
     lengths = np.array(lengths)
     found = PEagleDrafter.to_draft(drafter, np.array([1, 2, 3]), lengths, lengths > 0)
     assert found.tolist() == chosen
-    assert drafter._most_pending.tolist() == [5, *left]
+    assert drafter.most_pending.tolist() == [5, *left]

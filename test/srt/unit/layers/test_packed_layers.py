@@ -101,7 +101,7 @@ def test_layers_multiply_what_their_file_holds(name, tmp_path, monkeypatch, capl
         assert relative(product(model, layer), product(dense, layer)) < limit
     for draft in (model, dense):
         draft.stack_kv_weights()
-    torch.testing.assert_close(model._kv_weight, dense._kv_weight, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(model.kv_weight, dense.kv_weight, rtol=2**-7, atol=1e-6)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     warnings = [text for text in warnings if "are dequantized" in text]
     assert len(warnings) == (not has_kernel)

@@ -208,6 +208,6 @@ def test_a_draft_borrows_the_targets_layers_without_adapters():
     draft = SimpleNamespace(mask_embedding=None)
     wrapped = [BaseLayerWithLoRA(layer, None) for layer in (embedding, head)]
     BlockDraftModel.borrow_from_target(draft, *wrapped)
-    assert draft._borrowed == (embedding, head)
+    assert draft.borrowed == (embedding, head)
     BlockDraftModel.borrow_from_target(draft, embedding, head)
-    assert draft._borrowed == (embedding, head)
+    assert draft.borrowed == (embedding, head)

@@ -101,7 +101,7 @@ def test_new_weights_come_to_where_graphs_read_them(plain):
     config, weights = plain
     model = load(config, weights)
     model.stack_kv_weights()
-    stacked = {name: getattr(model, name) for name in ("_kv_weight", "_k_norm_weight")}
+    stacked = {name: getattr(model, name) for name in ("kv_weight", "_k_norm_weight")}
     others = {name: tensor + 1 for name, tensor in weights.items()}
     model.load_weights(iter(others.items()))
     model.renew_copies()

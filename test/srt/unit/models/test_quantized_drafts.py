@@ -75,7 +75,7 @@ def test_a_packed_draft_is_what_its_library_unpacks(scheme, tmp_path):
         torch.testing.assert_close(found[name], tensor, rtol=2**-7, atol=1e-6)
     model.stack_kv_weights()
     dense.stack_kv_weights()
-    torch.testing.assert_close(model._kv_weight, dense._kv_weight, rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(model.kv_weight, dense.kv_weight, rtol=2**-7, atol=1e-6)
 
 
 def test_an_order_of_columns():

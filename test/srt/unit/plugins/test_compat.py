@@ -60,7 +60,7 @@ def test_the_placement_of_a_draft(group, monkeypatch):
 def test_without_the_kernel_a_draft_takes_the_operators(monkeypatch):
     monkeypatch.setattr(dflash, "table_qk_norm_rope_", None)
     attention = SimpleNamespace(q_norm=object(), head_dim=64)
-    assert not dflash.DFlashAttention._norm_and_rotate_in_place(attention, None, None)
+    assert not dflash.DFlashAttention.norm_and_rotate_in_place(attention, None, None)
 
 
 def test_the_bytes_of_draft_kv_that_were_budgeted():

@@ -119,16 +119,16 @@ def test_some_tensors_of_the_draft(kind, names, way, pairs):
     pair, tensors = pairs(kind), tensors_of(DRAFTS[kind][1])
     target, before = state(pair.target), state(pair.draft)
     places = {name: one.data_ptr() for name, one in pair.draft.named_buffers()}
-    kv = getattr(pair.draft, "_kv_weight", None)
+    kv = getattr(pair.draft, "kv_weight", None)
     for name in names:
-        pair.draft.layers[0].self_attn._qk_weight = torch.ones(1)
+        pair.draft.layers[0].self_attn.qk_weight = torch.ones(1)
         assert pair.send(changed(tensors, name), "draft", way)[0], name
-        assert pair.draft.layers[0].self_attn._qk_weight is None
+        assert pair.draft.layers[0].self_attn.qk_weight is None
     new = {canonical_name(name): one for name, one in changed(tensors, *names).items()}
     assert same(state(pair.draft), state(build_draft(kind, {**tensors, **new})))
     assert same(state(pair.target), target)
     assert places == {name: one.data_ptr() for name, one in pair.draft.named_buffers()}
-    assert getattr(pair.draft, "_kv_weight", None) is kv
+    assert getattr(pair.draft, "kv_weight", None) is kv
     assert pair.send(tensors, "draft", way)[0]
     assert same(state(pair.draft), before)
 
@@ -208,9 +208,9 @@ def test_direct_copies(name, selector, pair):
     assert torch.equal(model.get_parameter(name), new[name])
     assert pair.send({name: tensors[name]}, selector, "direct")[0]
     fused = {"layers.0.self_attn.qkv_proj.weight": pair.draft.layers[0].self_attn.qkv_proj.weight * 2}
-    before = state(pair.draft)["_kv_weight"]
+    before = state(pair.draft)["kv_weight"]
     assert pair.send(fused, "draft", "direct")[0]
-    assert not torch.equal(state(pair.draft)["_kv_weight"], before)
+    assert not torch.equal(state(pair.draft)["kv_weight"], before)
     assert pair.send(tensors_of(DRAFT), "draft")[0]
 
 

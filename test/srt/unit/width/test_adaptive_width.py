@@ -24,7 +24,7 @@ from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable, CycleClock
-from sglang_dflash.srt.speculative.width.measure import _seconds_overlapped, make_planner
+from sglang_dflash.srt.speculative.width.measure import make_planner, seconds_overlapped
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -73,7 +73,7 @@ def test_the_first_of_overlapping_cycles_is_not_timed(monkeypatch):
         Event.wait(1)
 
     # Each record of an event takes a second, of which a draft has its last.
-    cycle, draft = _seconds_overlapped(worker, run, [50, 3, 5])
+    cycle, draft = seconds_overlapped(worker, run, [50, 3, 5])
     assert (cycle, draft) == pytest.approx((6.5, 4.0)) and worker.observers == []
 
 

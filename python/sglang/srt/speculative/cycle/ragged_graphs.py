@@ -130,22 +130,33 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
 
 
 class RowBackends:
-    """A backend and graphs for whole blocks, and a pair for all other rows."""
+    """A backend and graphs for whole blocks, and a pair for all other rows.
 
-    def __init__(self, runner: Any, block_size: int):
-        self._runner, self._block_size = runner, block_size
+    Args:
+        runner: the target's, which has the pair for whole blocks.
+        block_size: slots of a block, B.
+        packed: the backend and the graph runner for other rows.
+    """
+
+    def __init__(self, runner: Any, block_size: int, packed: tuple[Any, Any]):
+        self._runner, self._block_size, self._packed = runner, block_size, packed
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
+        self.sizes, self._is_whole = packed[1].capture_bs, True
+        self._latest = b"", whole_blocks(0, block_size)
+
+    @classmethod
+    def capture(cls, runner: Any, block_size: int) -> "RowBackends":
+        """Make a backend of its own and capture graphs for rows."""
         backend = runner._get_attention_backend(init_new_workspace=False)
         # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
         for half in getattr(backend, "attn_backend_list", None) or [backend]:
             half.supports_ragged_verify_graph = True
             if takes_rows(half):
                 take_layouts(half)
-        graphs = _row_graph_runner()(runner, backend, max(self._whole[1].capture_bs), block_size)
-        self._packed = backend, graphs
-        self.sizes, self._is_whole = graphs.capture_bs, True
-        self._latest = b"", whole_blocks(0, block_size)
-        logger.info("DFLASH: made graphs of %d to %d rows.", self.sizes[0], self.sizes[-1])
+        most_requests = max(runner.decode_cuda_graph_runner.capture_bs)
+        graphs = _row_graph_runner()(runner, backend, most_requests, block_size)
+        logger.info("DFLASH: made graphs of %d to %d rows.", graphs.capture_bs[0], graphs.capture_bs[-1])
+        return cls(runner, block_size, (backend, graphs))
 
     def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
         """Have the target verify so many drafted tokens of each request, [n], from now on.

@@ -119,7 +119,7 @@ class PEagleDrafter(Drafter):
         # Fused states from a verify graph.
         self._fused_in_graph = weight.new_zeros(rows * block_size, weight.numel())
         # Upper bounds of `count`, known on the host.
-        self._most_pending = np.ones(rows, dtype=np.int64)
+        self.most_pending = np.ones(rows, dtype=np.int64)
         self._model.allocate_blocks(rows, self.num_draft_rows, self._drafted)
 
     @property
@@ -163,7 +163,7 @@ class PEagleDrafter(Drafter):
         self._pending.fused[requests, 0] = fused[(ends - 1).to(device, non_blocking=True)]
         self._pending.tokens[requests, 0] = next_tokens
         self._pending.count[requests], self._pending.was_run[requests] = 1, 0
-        self._most_pending[prompts.table_rows] = 1
+        self.most_pending[prompts.table_rows] = 1
         self._run_prompts(prompts, before, cache_loc)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
@@ -176,7 +176,7 @@ class PEagleDrafter(Drafter):
         self._pending.tokens[rows, 0] = requests.bonus_tokens
         self._pending.fused[rows, 0] = self._model.fused_mask
         self._pending.count[rows], self._pending.was_run[rows] = 1, 0
-        self._most_pending[requests.table_rows] = 1
+        self.most_pending[requests.table_rows] = 1
 
     def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
         probs = None
@@ -216,11 +216,11 @@ class PEagleDrafter(Drafter):
 
         Requests with half a block go along: one forward for all takes less time than one for each.
         """
-        pending, chosen = self._most_pending[rows], wanted
+        pending, chosen = self.most_pending[rows], wanted
         is_overdue = pending + lengths + 1 > self._block_size
         if is_overdue.any():
             chosen = wanted | is_overdue | (2 * pending >= self._block_size)
-        self._most_pending[rows] = np.where(chosen, 0, pending) + lengths + 1
+        self.most_pending[rows] = np.where(chosen, 0, pending) + lengths + 1
         return chosen
 
     def _run_blocks(

@@ -82,13 +82,13 @@ def find_capture_method(architectures: Sequence[str] | None) -> str:
     elif not hasattr(model_class, "get_input_embeddings"):
         problem = "a draft borrows the target's embedding, and it lends none"
     else:
-        _warn_not_compared(name)
+        warn_not_compared(name)
         return captures[0]
     raise ValueError(f"DFLASH cannot serve {name}: {problem}.")
 
 
 @functools.cache
-def _warn_not_compared(name: str) -> None:
+def warn_not_compared(name: str) -> None:
     logger.warning(
         "DFLASH has not been tested on %s: if few drafted tokens are accepted, SGLang captures other hidden "
         "states than the draft reads.",

@@ -72,7 +72,7 @@ def make_planner(worker: Any, tp_group: Any, metrics: DFlashMetrics) -> LengthPl
     if runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)
     else:
-        backends = RowBackends(runner, block_size)
+        backends = RowBackends.capture(runner, block_size)
     budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S[worker.device]
     costs = _measure(worker, backends, verify_lens, budget)
     backends.follow(np.array([block_size - 1]))
@@ -267,13 +267,11 @@ class _CycleTimer:
             run = functools.partial(self._worker.run_cycle, plan=plan)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
             batches = [make_batch(self._worker, n, context) for _ in range(1 + timed)]
-            seconds.append(_seconds_overlapped(self._worker, run, batches))
+            seconds.append(seconds_overlapped(self._worker, run, batches))
         return np.array(seconds[::-1]).T
 
 
-def _seconds_overlapped(
-    worker: Any, run: Callable[[Any], Any], batches: Sequence[Any]
-) -> tuple[float, float]:
+def seconds_overlapped(worker: Any, run: Callable[[Any], Any], batches: Sequence[Any]) -> tuple[float, float]:
     """Return the seconds of a cycle, and of its draft, without those of the first batch.
 
     On a GPU the host prepares a cycle while the one before runs, as it does while serving.
