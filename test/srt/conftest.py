@@ -20,23 +20,20 @@ from support.core_files import CORE  # noqa: E402
 from support.cycle_counts import Recorder  # noqa: E402
 from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # noqa: E402
 
-# Files that take minutes, longest first: the workers of `make test` start them in this order.
+# Files that take a minute or more, longest first: the workers of `make test` start them in this order.
 LONGEST = (
-    "test_real_model.py",
-    "test_lossless.py",
-    "test_sampled_requests.py",
-    "test_dflash.py",
-    "test_sampled_sequences.py",
-    "test_seeds.py",
-    "test_lossless_hybrid.py",
-    "test_penalized_answers.py",
     "test_target_families.py",
+    "test_lossless_hybrid.py",
+    "test_lossless.py",
     "test_rehearsal.py",
+    "test_sampled_sequences.py",
+    "test_dflash.py",
+    "test_real_model.py",
+    "test_structured_output.py",
     "test_stock_sglang.py",
-    "test_lossless_http.py",
-    "test_startup_errors.py",
-    "test_doctor.py",
-    "test_copy_ahead_scheduled.py",
+    "test_sampled_requests.py",
+    "test_penalized_answers.py",
+    "test_limits.py",
 )
 
 

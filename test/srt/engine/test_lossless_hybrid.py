@@ -139,7 +139,7 @@ def known(target) -> list[Known]:
 
     shared = tokens(300)
     prompts = []
-    for number in range(24):
+    for number in range(16):
         prompt = tokens(generator.choice((3, 7, 40, 63, 64, 65, 90, 128, 129, 200, 333)))
         start = shared[: generator.choice((64, 100, 128, 200, 256))] if number % 3 == 0 else ()
         prompts.append(start + prompt)
@@ -214,7 +214,7 @@ def test_float32_output_is_the_targets(configuration, target, known):
     first = cut_short(known, 0.6)
     cases = {"at first": first, "continued": continued(first), "again": cut_short(known, 1.0)[::2]}
     if configuration.name == "default":
-        cases["coming and going"] = coming_and_going(known, 90)
+        cases["coming and going"] = coming_and_going(known, 60)
     oracle = Oracle([k.answer for jobs in cases.values() for _, k in jobs])
     arguments = ["--model-path", target, *FLOAT32, *dflash_arguments(DRAFTS[configuration.draft])]
     environment = ENVIRONMENT

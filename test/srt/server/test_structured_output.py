@@ -125,7 +125,7 @@ def joining(prompts) -> list[Job]:
             sampling={"temperature": 0.0, **kinds[number % len(kinds)]},
             ignore_eos=False,
         )
-        for number in range(36)
+        for number in range(24)
     ]
 
 
