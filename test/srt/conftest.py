@@ -6,6 +6,7 @@ that share one therefore stand next to each other. The reference server sleeps b
 
 import importlib.abc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0)  # of `make coverage`: this process saves when it ends
     if not config.getoption("--hypothesis-profile"):
         settings.load_profile("long" if config.option.markexpr == "long" else "short")
     if config.option.core:

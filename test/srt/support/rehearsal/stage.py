@@ -197,6 +197,9 @@ def _flashinfer():
     module.BatchDecodeWithPagedKVCacheWrapper = flashinfer_kernels.Decode
     module.fast_decode_plan = None
     module.merge_state = module._safe_merge_state = merge
+    scene = Scene.from_environment()
+    if scene.is_built_in or scene.is_fallback:
+        return module.FlashInferAttnBackend
     from sglang_dflash.srt.layers.attention import flashinfer_plans
 
     return flashinfer_plans.backend_class()
