@@ -18,7 +18,12 @@ from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.plan import Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
-from sglang_dflash.srt.speculative.drafters.copies import WHOLE_CYCLES, CopySource, CopyStats
+from sglang_dflash.srt.speculative.drafters.copies import (
+    WHOLE_CYCLES,
+    CopySource,
+    CopyStats,
+    overlay_copies,
+)
 
 CPU = torch.device("cpu")
 
@@ -317,6 +322,11 @@ def test_images_are_not_copied():
     pads = [10**7] * 12
     played.prefill({1: ([*pads, 6, *pads], 0)}, said=6)
     assert played.propose(1).tokens.tolist() == [[6, 900, 901, 902]]
+
+
+def test_a_copied_token_may_have_any_id():
+    found = overlay_copies(DraftBlock(torch.tensor([[5, 6, 7]])), torch.tensor([[-1, 0, -1]]))
+    assert found.tokens.tolist() == [[5, 0, 7]]
 
 
 def test_an_arrival_from_another_server():
