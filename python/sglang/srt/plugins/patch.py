@@ -97,7 +97,7 @@ def wrapping(target: str, ours: str, **fields: Any) -> Patch:
     """
 
     def build() -> Any:
-        original, wrapper = inspect.unwrap(resolve(target)[1]), load_ours(ours)()
+        original, wrapper = resolve(target)[1], load_ours(ours)()  # another plugin's wrapper stays
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -4,10 +4,12 @@ Each entry must fit the installed SGLang. A mismatch must leave the server to SG
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import pickle
 import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -309,3 +311,24 @@ def test_any_other_failure_leaves_the_server_to_sglang(monkeypatch, caplog):
     entry_points.install()
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "is off" in line and "TypeError: " in line
+
+
+def test_a_wrapper_of_another_plugin_stays(monkeypatch):
+    """Our function runs around it."""
+    module = types.ModuleType("stand_in")
+    calls = []
+
+    def theirs():
+        calls.append("SGLang's")
+
+    @functools.wraps(theirs)
+    def another_plugins():
+        calls.append("another plugin's")
+        theirs()
+
+    module.function = another_plugins
+    monkeypatch.setitem(sys.modules, "stand_in", module)
+    monkeypatch.setattr(patch, "load_ours", lambda path: lambda: lambda original: original())
+    wrapped = patch.wrapping("stand_in.function", "ours", why="", upstream="")
+    wrapped.build()()
+    assert calls == ["another plugin's", "SGLang's"]
