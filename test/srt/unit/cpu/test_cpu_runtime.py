@@ -1,5 +1,6 @@
 """The CPU runtime: activation, its stand-in for `sgl_kernel`, and missing functions."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -115,12 +116,21 @@ def test_an_unknown_function_names_itself_when_called():
 def bare_machine(monkeypatch):
     """A process before activation, on a machine with CUDA kernels and without driver."""
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != runtime.STAND_IN_DIR])
-    for variable in (runtime.CPU_ENGINE_SWITCH, runtime.SPIN_VARIABLE, "OMP_WAIT_POLICY"):
+    variables = runtime.CPU_ENGINE_SWITCH, runtime.COMPILE_SWITCH, runtime.SPIN_VARIABLE, "OMP_WAIT_POLICY"
+    for variable in variables:
         monkeypatch.setenv(variable, "")  # so that what is set meanwhile is undone
         monkeypatch.delenv(variable)
+    monkeypatch.setattr("torch.compile", torch_compile)
     monkeypatch.setattr(runtime, "has_cuda_kernels", lambda: True)
     monkeypatch.setattr(runtime, "can_load", lambda library: False)
     monkeypatch.setattr(runtime, "has_other_accelerator", lambda: False)
+    threshold = gc.get_threshold()
+    yield
+    gc.set_threshold(*threshold)
+
+
+def torch_compile(*_, **__):
+    raise AssertionError("the real one imports inductor")
 
 
 @pytest.mark.parametrize("there", ["has_other_accelerator", "can_load", None])
@@ -177,6 +187,22 @@ def test_a_users_choice_of_how_openmp_waits_stands(variable, bare_machine, monke
     runtime.activate()
     assert os.environ[variable] == "as chosen"
     assert ("OMP_WAIT_POLICY" in os.environ) + ("GOMP_SPINCOUNT" in os.environ) == 1
+
+
+def test_every_process_starts_without_inductor_and_with_few_collections(bare_machine):
+    """A spawned child too, in which the path and the switches stand already."""
+    for _ in range(2):
+        torch.compile, before = torch_compile, gc.get_threshold()
+        gc.set_threshold(700, *before[1:])
+        runtime.activate()
+        assert torch.compile(murmur3_32) is torch.compile(dynamic=True)(murmur3_32) is murmur3_32
+        assert gc.get_threshold() == (runtime.COLLECTION_THRESHOLD, *before[1:])
+
+
+def test_a_user_may_compile(bare_machine, monkeypatch):
+    monkeypatch.setenv(runtime.COMPILE_SWITCH, "0")
+    runtime.activate()
+    assert torch.compile is torch_compile
 
 
 # -- in real processes

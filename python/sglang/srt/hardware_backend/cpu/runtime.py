@@ -6,11 +6,13 @@ SGLang cannot even be imported there. `activate` puts a stand-in package of the 
 """
 
 import ctypes
+import gc
 import importlib.metadata
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,9 @@ STAND_IN_DIR = str(Path(__file__).parent / "stand_in")
 CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"  # read by sglang.srt.utils.common.is_cpu
 # Read by libgomp, PyTorch's OpenMP, when a process loads it.
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
+COMPILE_SWITCH = "TORCH_COMPILE_DISABLE"  # read by torch._dynamo
+# Container objects made between two collections. Python's 700 take 1 s of the 9 s that SGLang's imports need.
+COLLECTION_THRESHOLD = 10_000
 
 
 def needs_stand_in() -> bool:
@@ -27,18 +32,34 @@ def needs_stand_in() -> bool:
 
 def activate() -> None:
     """Select the CPU engine and the stand-in kernels for this process and its children."""
+    # torch.compile needs a C++ compiler, which a machine may lack; SGLang compiles a few helpers on any
+    # device.
+    if os.environ.setdefault(COMPILE_SWITCH, "1") == "1":
+        skip_compiling()
+    gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])
     if is_active():  # a child, which inherited the switch and the path
         return
     os.environ[CPU_ENGINE_SWITCH] = "1"
-    # torch.compile needs a C++ compiler, which a machine may lack; SGLang compiles a few helpers on any
-    # device.
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _bound_openmp_spin()
     sys.path.insert(0, STAND_IN_DIR)
     logger.warning(
         "sglang-dflash: no CUDA driver on this machine; "
         "serving on the CPU with PyTorch stand-ins for sgl_kernel."
     )
+
+
+def skip_compiling() -> None:
+    """Let `torch.compile` return functions as they are, without its imports.
+
+    With TORCH_COMPILE_DISABLE they would run as they are too, after an import of inductor that takes 0.8 s in
+    each process.
+    """
+    import torch
+
+    def compile(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    torch.compile = compile
 
 
 def _bound_openmp_spin() -> None:

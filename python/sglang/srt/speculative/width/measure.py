@@ -48,7 +48,7 @@ _STEADY = 1.2  # samples of a quiet machine, over the least of them
 _OVERLAPPED_CYCLES = 2  # timed together on a GPU
 # Seconds that the cycles may take; larger loads are left out. The reads of contexts come on top. Ignored with
 # several ranks: one rank cannot decide that alone.
-_BUDGET_S = {"cpu": 1.8, "cuda": 8.0}
+_BUDGET_S = {"cpu": 1.6, "cuda": 8.0}
 # The cost of a committed token is measured with few requests of long contexts, so many tokens in all that it
 # shows.
 _FEW_REQUESTS = 8
@@ -232,15 +232,15 @@ class _CycleTimer:
         """Return the seconds that a committed token beyond `context` adds to a verify.
 
         0 if contexts can hardly be longer. Attention reads a context once, however many rows query
-        it, and a cycle that drafts also reads the draft's. So all lengths are measured together: at one
-        length and moment, memory time says little if other processes use it.
+        it, and a cycle that drafts also reads the draft's. So the shortest and the longest verify are
+        measured together: at one length and moment, memory time says little if other processes use it.
         """
         longer = self.feasible_context(_MANY_TOKENS[self._worker.device] // n)
         if longer < 2 * context:
             return 0.0
         deadline = time.perf_counter() + budget
-        added: list[float] = []  # seconds of all verify lengths together
-        cycles = [(verify_len - 1,) for verify_len in self._verify_lens]
+        added: list[float] = []  # seconds of both cycles together
+        cycles = [(self._verify_lens[0] - 1,), (self._verify_lens[-1] - 1,)]
         with self._own_kv_slots(n, longer):
             for _ in range(_REPEATS):
                 short, long = (self._time_cycles(cycles, n, length)[0].sum() for length in (context, longer))
