@@ -171,7 +171,7 @@ class DFlashWorker(BaseSpecWorker):
         if target_runner.req_to_token_pool.req_to_token.is_cuda and runs_cycles_alone(
             self.draft_parallel_layout
         ):
-            warm_up(self)
+            warm_up(self, self._planner)
         # Cycles until here have told SGLang that it may rewrite rows, which is not so in the first step.
         hold_request_rows(target_runner)
         return result

@@ -16,10 +16,17 @@ from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
+from sglang_dflash.srt.speculative.width.controller import LengthPlanner
 from sglang_dflash.srt.speculative.width.measure import make_batch
 
 _SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1)
+# Requests of the cycles: sampling parameters, whether no drafted token may be accepted, and the least length.
+_REQUESTS: tuple[tuple[dict[str, Any], bool, int], ...] = (
+    ({}, False, 0),
+    ({}, True, 0),
+    (_SAMPLED, False, 0),
+    (_SAMPLED, False, 1),
+)
 
 
 def runs_cycles_alone(layout: Any) -> bool:
@@ -31,27 +38,32 @@ def runs_cycles_alone(layout: Any) -> bool:
 
 
 @torch.no_grad()
-def warm_up(worker: Any) -> None:
-    """Run cycles of one request: greedy, capped, sampled with penalties and a least length.
+def warm_up(worker: Any, planner: LengthPlanner) -> None:
+    """Run cycles, greedy, capped, sampled with penalties and a least length, of every layout.
 
-    The request's row of SGLang's table is empty: its KV goes to SGLang's padding slot.
+    The requests' rows of SGLang's table are empty: their KV goes to SGLang's padding slot.
 
     Args:
         worker: the `DFlashWorker`, before it serves.
+        planner: plans its cycles.
     """
-    plan = CyclePlan(whole_blocks(1, worker.block_size))
     penalties, observers = worker.penalties, worker.observers
     worker.observers = []
-    # Its table of counts has a row per request and a column per token, which most servers never need.
-    worker.penalties = Penalties(1, worker.target_worker.model_runner.model_config.vocab_size, worker.device)
-    most = worker.block_size - 1
-    for sampling, cap, min_new_tokens in ({}, most, 0), ({}, 0, 0), (_SAMPLED, most, 0), (_SAMPLED, most, 1):
-        batch = make_batch(worker, 1, 1, **sampling)
-        if sampling:
-            batch.sampling_info.acc_additive_penalties = torch.empty(0)  # SGLang's sign of penalties
-            batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
-        draws = worker.acceptor.draws_drafts(batch.sampling_info)
-        worker.run_cycle(batch, plan._replace(caps=np.array([cap]), draws=draws))
+    for plan in planner.plans_of_each_layout():
+        bs = plan.layout.bs
+        # Its table of counts has a row per request and a column per token, which most servers never need.
+        vocab_size = worker.target_worker.model_runner.model_config.vocab_size
+        worker.penalties = Penalties(bs, vocab_size, worker.device)
+        for sampling, is_capped, min_new_tokens in _REQUESTS:
+            # P-EAGLE runs the last cycles' rows again, at positions before these.
+            batch = make_batch(worker, bs, worker.block_size, **sampling)
+            if sampling:
+                batch.sampling_info.acc_additive_penalties = torch.empty(0)  # SGLang's sign of penalties
+                batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
+            draws = worker.acceptor.draws_drafts(batch.sampling_info)
+            worker.copies.look_up(batch)
+            caps = np.full(bs, 0 if is_capped else worker.block_size - 1)
+            worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
     worker.penalties, worker.observers = penalties, observers
 
 

@@ -18,7 +18,7 @@ from sglang_dflash.srt.plugins import patch
 
 
 def take_the_stage(algorithm: ModuleType, attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
-    """Change nothing but the attention, and run SGLang's worker."""
+    """Change nothing but the attention, and run SGLang's worker and its relay between steps."""
 
     def prepare_scheduler():
         from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
@@ -27,6 +27,7 @@ def take_the_stage(algorithm: ModuleType, attention: Callable[[], None], buckets
         return _on_stage(DFlashWorkerV2, buckets)
 
     algorithm.prepare_scheduler = prepare_scheduler
+    algorithm.DFlashAlgorithm.create_future_map = algorithm.SpeculativeAlgorithm.create_future_map
 
 
 def follow_the_fallback(attention: Callable[[], None], buckets: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ cycles later, and cycle times when their events are over. Until then a choice re
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,10 @@ class WholeBlocks:
     def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
         """Plan whole blocks. See `AdaptiveLengths`."""
         return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
+
+    def plans_of_each_layout(self) -> Iterator[CyclePlan]:
+        """Yield a cycle of each layout of rows that requests may have: a whole block."""
+        yield CyclePlan(whole_blocks(1, self._block_size))
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Do nothing."""
@@ -137,6 +141,12 @@ class AdaptiveLengths:
         work = self.chooser.work(choice, further)
         self._count(plan.verify_len, choice)
         return plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
+
+    def plans_of_each_layout(self) -> Iterator[CyclePlan]:
+        """Yield a cycle of unlike lengths, then a whole block. Each is to run before the next."""
+        most = self.chooser.max_draft_tokens
+        for lengths in (most, 0), (most,):
+            yield plan_lengths(self._backends, np.array(lengths), np.zeros(len(lengths), dtype=bool))
 
     def _count(self, verify_len: int, choice: Choice) -> None:
         self._verify_len, lengths = verify_len, choice.lengths
