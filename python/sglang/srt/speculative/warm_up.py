@@ -17,7 +17,7 @@ from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner
-from sglang_dflash.srt.speculative.width.measure import make_batch
+from sglang_dflash.srt.speculative.width.measure import feasible_context, make_batch
 
 _SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1)
 # Requests of the cycles: sampling parameters, whether no drafted token may be accepted, and the least length.
@@ -49,14 +49,15 @@ def warm_up(worker: Any, planner: LengthPlanner) -> None:
     """
     penalties, observers = worker.penalties, worker.observers
     worker.observers = []
+    # P-EAGLE runs the rows of the last cycle again, at positions before these.
+    context = feasible_context(worker, worker.block_size)
     for plan in planner.plans_of_each_layout():
         bs = plan.layout.bs
         # Its table of counts has a row per request and a column per token, which most servers never need.
         vocab_size = worker.target_worker.model_runner.model_config.vocab_size
         worker.penalties = Penalties(bs, vocab_size, worker.device)
         for sampling, is_capped, min_new_tokens in _REQUESTS:
-            # P-EAGLE runs the last cycles' rows again, at positions before these.
-            batch = make_batch(worker, bs, worker.block_size, **sampling)
+            batch = make_batch(worker, bs, context, **sampling)
             if sampling:
                 batch.sampling_info.acc_additive_penalties = torch.empty(0)  # SGLang's sign of penalties
                 batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens

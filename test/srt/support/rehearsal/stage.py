@@ -134,27 +134,10 @@ def _prepare_our_worker(scene: Scene) -> None:
     faults.plant_all()
     if scene.fault is not None:
         faults.AT_START[scene.fault]()
-    _run_a_measured_cycle()
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
     launches.watch_decode_steps(DFlashWorker)
     late_reads.watch_steps(DFlashWorker)
-
-
-def _run_a_measured_cycle() -> None:
-    """Run the cycle of unlike lengths that start-up measures, before the costs that tests give."""
-    from sglang_dflash.srt.speculative.width import measure
-
-    known_costs = measure._measure
-
-    def costs(worker, backends, verify_lens, budget):
-        timer = measure._CycleTimer(worker, backends, verify_lens)
-        context = timer.feasible_context(8)
-        with timer._own_kv_slots(2, context):
-            timer._time_cycles([(verify_lens[-1] - 1, 0)], 2, context)
-        return known_costs(worker, backends, verify_lens, budget)
-
-    measure._measure = costs
 
 
 def _note_bounds() -> None:

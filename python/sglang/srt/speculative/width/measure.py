@@ -107,7 +107,7 @@ def reason_for_whole_blocks(runner: Any) -> str:
 def _measure(worker: Any, backends: Backends, verify_lens: tuple[int, ...], budget: float) -> CostTable:
     timer, start = _CycleTimer(worker, backends, verify_lens), time.perf_counter()
     loads = _loads(timer.runner)
-    context = timer.feasible_context(_CONTEXT)
+    context = feasible_context(worker, _CONTEXT)
     longest = verify_lens[-1] - 1
     cycles = [*((verify_len - 1,) for verify_len in verify_lens), (longest, 0)]
     seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
@@ -165,6 +165,13 @@ def _loads(runner: Any) -> list[int]:
     return loads
 
 
+def feasible_context(worker: Any, wanted: int) -> int:
+    """Return `wanted` committed tokens, or fewer if two blocks would have no room behind them."""
+    runner = worker.target_worker.model_runner
+    longest = min(runner.model_config.context_len, runner.max_total_num_tokens)
+    return max(1, min(wanted, longest - 2 * worker.block_size))
+
+
 class _DraftClock(CycleClock, CycleObserver):
     """Times the drafts of cycles, from `start` on."""
 
@@ -178,10 +185,6 @@ class _CycleTimer:
     def __init__(self, worker: Any, backends: Backends, verify_lens: tuple[int, ...]):
         self._worker, self._backends, self._verify_lens = worker, backends, verify_lens
         self.runner = worker.target_worker.model_runner
-
-    def feasible_context(self, wanted: int) -> int:
-        longest = min(self.runner.model_config.context_len, self.runner.max_total_num_tokens)
-        return min(wanted, longest - 2 * self._worker.block_size)
 
     @contextmanager
     def _own_kv_slots(self, requests: int, context: int) -> Iterator[None]:
@@ -235,7 +238,7 @@ class _CycleTimer:
         it, and a cycle that drafts also reads the draft's. So the shortest and the longest verify are
         measured together: at one length and moment, memory time says little if other processes use it.
         """
-        longer = self.feasible_context(_MANY_TOKENS[self._worker.device] // n)
+        longer = feasible_context(self._worker, _MANY_TOKENS[self._worker.device] // n)
         if longer < 2 * context:
             return 0.0
         deadline = time.perf_counter() + budget
