@@ -45,7 +45,8 @@ def walk_blocks_triton(
     return accept_len, weight
 
 
-@triton.jit(do_not_specialize=["verify_len"])
+# The uniforms are a part of one draw: their alignment depends on the number of requests.
+@triton.jit(do_not_specialize=["verify_len"], do_not_specialize_on_alignment=["accept_uniforms"])
 def walk_blocks_kernel(
     block,
     target_probs,
