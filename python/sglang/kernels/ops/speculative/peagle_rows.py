@@ -122,7 +122,8 @@ def _tile(hidden: int) -> int:
     return min(triton.next_power_of_2(hidden), 2048)
 
 
-@triton.jit
+# In a mixed batch the requests are the last ones of a prefill, so their alignment depends on their number.
+@triton.jit(do_not_specialize_on_alignment=["requests"])
 def prepare_rows_kernel(
     requests,
     seq_lens,
