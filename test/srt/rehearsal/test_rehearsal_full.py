@@ -266,6 +266,17 @@ def test_own_lengths_with_copies(backend, reference, tmp_path):
         assert accepted["copy"] > 10 and accepted["draft"] > 10, accepted
 
 
+@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
+def test_own_lengths_of_one_request(backend, reference, tmp_path):
+    """Start-up's cycles fit a server whose buffers hold one request."""
+    requests = greedy_requests(2, 16)
+    arguments = "--max-running-requests", 1, *verifying(tmp_path, *CHANGING)
+    with rehearse(Scene(backend, buckets=(1,)), DRAFT, *arguments) as played:
+        answers = played.server.generate_many(requests, 1)
+        assert_same(requests, answers, reference.answers(requests))
+        assert played.problems() == []
+
+
 @DFLASH_AND_PEAGLE
 def test_nothing_drafted(draft, reference):
     requests = greedy_requests(3, 16)

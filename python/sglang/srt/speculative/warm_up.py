@@ -51,11 +51,11 @@ def warm_up(worker: Any, planner: LengthPlanner) -> None:
     worker.observers = []
     # P-EAGLE runs the rows of the last cycle again, at positions before these.
     context = feasible_context(worker, worker.block_size)
-    for plan in planner.plans_of_each_layout():
+    target_runner = worker.target_worker.model_runner
+    for plan in planner.plans_of_each_layout(target_runner.max_running_requests):
         bs = plan.layout.bs
         # Its table of counts has a row per request and a column per token, which most servers never need.
-        vocab_size = worker.target_worker.model_runner.model_config.vocab_size
-        worker.penalties = Penalties(bs, vocab_size, worker.device)
+        worker.penalties = Penalties(bs, target_runner.model_config.vocab_size, worker.device)
         for sampling, is_capped, min_new_tokens in _REQUESTS:
             batch = make_batch(worker, bs, context, **sampling)
             if sampling:

@@ -56,7 +56,7 @@ class WholeBlocks:
         """Plan whole blocks. See `AdaptiveLengths`."""
         return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
 
-    def plans_of_each_layout(self) -> Iterator[CyclePlan]:
+    def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a cycle of each layout of rows that requests may have: a whole block."""
         yield CyclePlan(whole_blocks(1, self._block_size))
 
@@ -142,11 +142,14 @@ class AdaptiveLengths:
         self._count(plan.verify_len, choice)
         return plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
 
-    def plans_of_each_layout(self) -> Iterator[CyclePlan]:
-        """Yield a cycle of unlike lengths, then a whole block. Each is to run before the next."""
+    def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
+        """Yield a cycle of unlike lengths, then a whole block. Each is to run before the next.
+
+        Buffers hold `max_requests` requests. If that is one, both cycles are whole blocks.
+        """
         most = self.chooser.max_draft_tokens
-        for lengths in (most, 0), (most,):
-            yield plan_lengths(self._backends, np.array(lengths), np.zeros(len(lengths), dtype=bool))
+        for n in min(2, max_requests), 1:
+            yield plan_lengths(self._backends, np.resize((most, 0), n), np.zeros(n, dtype=bool))
 
     def _count(self, verify_len: int, choice: Choice) -> None:
         self._verify_len, lengths = verify_len, choice.lengths
