@@ -205,6 +205,13 @@ def test_a_user_may_compile(bare_machine, monkeypatch):
     assert torch.compile is torch_compile
 
 
+@pytest.mark.parametrize("chosen", [0, 2 * runtime.COLLECTION_THRESHOLD])
+def test_a_users_choice_of_collections_stands(chosen, bare_machine):
+    gc.set_threshold(chosen)
+    runtime.activate()
+    assert gc.get_threshold()[0] == chosen
+
+
 # -- in real processes
 
 PARENT = """

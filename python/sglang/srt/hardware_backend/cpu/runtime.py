@@ -31,12 +31,17 @@ def needs_stand_in() -> bool:
 
 
 def activate() -> None:
-    """Select the CPU engine and the stand-in kernels for this process and its children."""
+    """Select the CPU engine and the stand-in kernels for this process and its children.
+
+    Every process also skips what its imports do not need, unless a user has chosen otherwise.
+    """
     # torch.compile needs a C++ compiler, which a machine may lack; SGLang compiles a few helpers on any
     # device.
     if os.environ.setdefault(COMPILE_SWITCH, "1") == "1":
         skip_compiling()
-    gc.set_threshold(COLLECTION_THRESHOLD, *gc.get_threshold()[1:])
+    threshold, *older = gc.get_threshold()
+    if 0 < threshold < COLLECTION_THRESHOLD:  # not if a user has turned collections off, or has fewer
+        gc.set_threshold(COLLECTION_THRESHOLD, *older)
     if is_active():  # a child, which inherited the switch and the path
         return
     os.environ[CPU_ENGINE_SWITCH] = "1"
