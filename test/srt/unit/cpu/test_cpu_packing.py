@@ -15,7 +15,8 @@ from support.weight_updates import Pair, tensors_of
 from torch import nn
 
 from sglang_dflash.srt.hardware_backend.cpu import dense_forward, packing, speedups
-from sglang_dflash.srt.hardware_backend.cpu.packing import is_packed, pack, plain_weight
+from sglang_dflash.srt.hardware_backend.cpu.packed_weight import is_packed, plain_weight
+from sglang_dflash.srt.hardware_backend.cpu.packing import pack
 
 pytestmark = pytest.mark.skipif(
     not speedups.multiplies_bfloat16(), reason="this CPU does not multiply bfloat16"

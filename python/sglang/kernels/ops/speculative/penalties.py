@@ -1,4 +1,4 @@
-"""Penalties and token counts as kernels; the twins are in `acceptance/constraints.py`."""
+"""Penalties of the logits of a block, and counts of emitted tokens."""
 
 from typing import NamedTuple
 
@@ -21,8 +21,23 @@ class PenaltyTerms(NamedTuple):
     # end. None if no request has a minimum length.
     stop_logits: torch.Tensor | None
 
+    def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Compute what is added to logits [bs, vocab].
 
-def penalize_block_triton(
+        `counts` [bs, vocab] are of emitted tokens. `lengths` [bs] include the prompt.
+        """
+        total = -self.frequency * counts - self.presence * (counts > 0)
+        if self.stop_logits is not None:
+            is_short = lengths[:, None] - self.prompt_lens < self.min_new_tokens
+            total = total + torch.where(is_short, self.stop_logits, 0.0)
+        return total
+
+    def scaling(self, counts: torch.Tensor) -> torch.Tensor:
+        """Compute the factor [bs, vocab] that divides positive logits and multiplies others."""
+        return torch.where(counts > 0, self.repetition, 1.0)
+
+
+def penalize_block(
     logits: torch.Tensor,
     block: torch.Tensor,
     counts: torch.Tensor,
@@ -34,7 +49,9 @@ def penalize_block_triton(
 ) -> None:
     """Penalise logits in place, each row for the tokens its request emitted up to it.
 
-    No host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4 more with stop_logits.
+    One launch on CUDA, without host synchronisation. Moves bs * vocab * (2 B * itemsize + 4) bytes, and 4
+    more with stop_logits. Elsewhere it goes position by position: [bs, B, vocab] counts would not fit beside
+    the logits of a large vocabulary.
 
     Args:
         logits: [T, vocab] float, rows of the verified slots.
@@ -47,6 +64,32 @@ def penalize_block_triton(
             verifies its block.
         max_accept: [bs] int32, verified drafted tokens. None, with `starts`.
     """
+    run = penalize_block_triton if logits.is_cuda else penalize_block_torch
+    run(logits, block, counts, requests, seq_lens, terms, starts, max_accept)
+
+
+def penalize_block_torch(logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None):
+    """Run `penalize_block` in PyTorch, on any device."""
+    bs, block_size = block.shape
+    counts, one = counts[requests], counts.new_ones((bs, 1))
+    if starts is None:
+        starts = torch.arange(bs, device=block.device) * block_size
+        max_accept = torch.full_like(starts, block_size - 1)
+    for k in range(block_size):
+        if k > 0:
+            counts.scatter_add_(1, block[:, k : k + 1], one)
+        # Requests that do not verify this slot look at their last row, and leave it alone.
+        row = starts + max_accept.clamp(max=k)
+        old = logits[row]
+        # The block's first token, at position seq_lens, has been emitted too.
+        new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
+        scaling = terms.scaling(counts)
+        new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
+        logits[row] = torch.where((k <= max_accept)[:, None], new, old)
+
+
+def penalize_block_triton(logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None):
+    """Run `penalize_block` as a Triton kernel. Tensors contiguous, except the logits' rows."""
     inputs = counts, block, requests, seq_lens, *terms
     assert all(tensor is None or tensor.is_contiguous() for tensor in inputs) and logits.stride(1) == 1
     (bs, verify_len), vocabulary, tile = block.shape, counts.shape[1], 1024
@@ -116,12 +159,12 @@ def penalize_block_kernel(
         logits += logits_stride
 
 
-def count_tokens_triton(
+def count_tokens(
     counts: torch.Tensor, requests: torch.Tensor, tokens: torch.Tensor, accept_len: torch.Tensor
 ) -> None:
     """Add the first accept_len + 1 tokens of each row to its request's counts.
 
-    No host synchronisation.
+    One launch on CUDA, without host synchronisation.
 
     Args:
         counts: [rows, vocab] int32.
@@ -129,6 +172,18 @@ def count_tokens_triton(
         tokens: [bs, B] int64.
         accept_len: [bs] int32.
     """
+    run = count_tokens_triton if tokens.is_cuda else count_tokens_torch
+    run(counts, requests, tokens, accept_len)
+
+
+def count_tokens_torch(counts, requests, tokens, accept_len):
+    """Run `count_tokens` in PyTorch, on any device."""
+    is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
+    counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())
+
+
+def count_tokens_triton(counts, requests, tokens, accept_len):
+    """Run `count_tokens` as a Triton kernel. Tensors contiguous."""
     assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
     bs, verify_len = tokens.shape
     if bs:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, silu
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import full_attention
-from sglang_dflash.srt.hardware_backend.cpu.packing import is_packed
+from sglang_dflash.srt.hardware_backend.cpu.packed_weight import is_packed
 
 # What a norm's input is multiplied with; see `Norm`.
 _SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float32)

@@ -26,53 +26,18 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from sglang.srt.runtime_context import get_lora
 from torch import nn
 
+from sglang_dflash.srt.hardware_backend.cpu.packed_weight import PackedWeight, is_packed
 from sglang_dflash.srt.hardware_backend.cpu.speedups import multiplies_bfloat16
 
-# Rows that oneDNN chooses the layout for. It serves any number of rows.
-_ROWS = 8
-_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 # Models read the weights of replicated layers directly, a router's for example.
 _PACKED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
 
-class _Packed:
-    """Part of a method that multiplies with a packed weight. Each layer has its own method.
-
-    The layer's parameter keeps its values if `keeps_plain`.
-    """
-
-    def __init__(self, keeps_plain: bool):
-        self._keeps_plain = keeps_plain
-        self.weight: torch.Tensor | None = None  # None: the layer is unpacked
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        if self.weight is not None and not self._keeps_plain:
-            return
-        plain = layer.weight.data
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(plain, _ROWS)
-        if not self._keeps_plain:
-            layer.weight.data = plain.new_full((1, 1), torch.nan).expand(plain.shape)
-
-    def restore_weights_before_loading(self, layer: Any) -> None:
-        """Unpack the weight; until it is packed again, the plain one is multiplied."""
-        layer.weight.data = self.plain(layer)
-        self.weight = None
-
-    def plain(self, layer: Any) -> torch.Tensor:
-        is_gone = self.weight is not None and not self._keeps_plain
-        return self.weight.to_dense() if is_gone else layer.weight.data  # type: ignore[union-attr]
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if self.weight is None:
-            return torch.nn.functional.linear(x, layer.weight, bias)
-        return _PRODUCT(x.to(torch.bfloat16), self.weight, bias, "none", [], "")
-
-
-class PackedLinearMethod(_Packed, UnquantizedLinearMethod):
+class PackedLinearMethod(PackedWeight, UnquantizedLinearMethod):
     """SGLang's method of plain layers, with a packed weight."""
 
 
-class PackedHeadMethod(_Packed, UnquantizedEmbeddingMethod):
+class PackedHeadMethod(PackedWeight, UnquantizedEmbeddingMethod):
     """SGLang's method of plain heads and embeddings, with a packed weight for logits."""
 
 
@@ -119,17 +84,6 @@ def _computes_logits_otherwise(module: Any) -> bool:
     """Tell whether a LogitsProcessor multiplies with the head's weight in another dtype."""
     is_processor = isinstance(module, LogitsProcessor)
     return is_processor and bool(module.use_fp32_lm_head or module.rl_on_policy_target)
-
-
-def is_packed(layer: Any) -> bool:
-    """Tell whether a layer multiplies with a packed weight."""
-    method = getattr(layer, "quant_method", None)
-    return isinstance(method, _Packed) and method.weight is not None
-
-
-def plain_weight(layer: Any) -> torch.Tensor:
-    """Return a layer's weight, unpacked if it is packed."""
-    return layer.quant_method.plain(layer) if is_packed(layer) else layer.weight
 
 
 @contextmanager

@@ -15,51 +15,32 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.penalties import (
     PenaltyTerms,
-    count_tokens_triton,
-    penalize_block_triton,
+    count_tokens,
+    penalize_block,
 )
 from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
 
 
-class Terms(PenaltyTerms):
-    """Penalties of requests, and what they do to logits."""
-
-    @classmethod
-    def from_requests(cls, reqs: Sequence[Any], vocab_size: int, device: torch.device) -> "Terms":
-        """Copy the penalties of SGLang's requests to the device."""
-        params = [req.sampling_params for req in reqs]
-        min_new_tokens = [p.min_new_tokens for p in params]
-        stop_logits = None
-        if any(min_new_tokens):
-            stop_logits = torch.zeros(len(reqs), vocab_size, device=device)
-            at = _indices([_stop_ids(req) for req in reqs], device)
-            stop_logits.index_put_(at, stop_logits.new_full((), -torch.inf))
-        penalties = [
-            [p.frequency_penalty for p in params],
-            [p.presence_penalty for p in params],
-            [p.repetition_penalty for p in params],
-        ]
-        lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
-        frequency, presence, repetition = on_device(penalties, torch.float32, device)[..., None]
-        minimum, prompt_lens = on_device(lengths, torch.int64, device)[..., None]
-        return cls(frequency, presence, repetition, minimum, prompt_lens, stop_logits)
-
-    def additive(self, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Compute what is added to logits [bs, vocab].
-
-        `counts` [bs, vocab] are of emitted tokens. `lengths` [bs] include the prompt.
-        """
-        total = -self.frequency * counts - self.presence * (counts > 0)
-        if self.stop_logits is not None:
-            is_short = lengths[:, None] - self.prompt_lens < self.min_new_tokens
-            total = total + torch.where(is_short, self.stop_logits, 0.0)
-        return total
-
-    def scaling(self, counts: torch.Tensor) -> torch.Tensor:
-        """Compute the factor [bs, vocab] that divides positive logits and multiplies others."""
-        return torch.where(counts > 0, self.repetition, 1.0)
+def _terms_of(reqs: Sequence[Any], vocab_size: int, device: torch.device) -> PenaltyTerms:
+    """Copy the penalties of SGLang's requests to the device."""
+    params = [req.sampling_params for req in reqs]
+    min_new_tokens = [p.min_new_tokens for p in params]
+    stop_logits = None
+    if any(min_new_tokens):
+        stop_logits = torch.zeros(len(reqs), vocab_size, device=device)
+        at = _indices([_stop_ids(req) for req in reqs], device)
+        stop_logits.index_put_(at, stop_logits.new_full((), -torch.inf))
+    penalties = [
+        [p.frequency_penalty for p in params],
+        [p.presence_penalty for p in params],
+        [p.repetition_penalty for p in params],
+    ]
+    lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
+    frequency, presence, repetition = on_device(penalties, torch.float32, device)[..., None]
+    minimum, prompt_lens = on_device(lengths, torch.int64, device)[..., None]
+    return PenaltyTerms(frequency, presence, repetition, minimum, prompt_lens, stop_logits)
 
 
 def _stop_ids(req: Any) -> set[int]:
@@ -122,7 +103,7 @@ class Penalties:
 
     def penalize_prefill(self, batch: Any) -> None:
         """Replace SGLang's penalties for each request's next token, before the target's forward."""
-        terms = Terms.from_requests(batch.reqs, self._shape[1], self._device)
+        terms = _terms_of(batch.reqs, self._shape[1], self._device)
         counts = self._counts[batch.req_pool_indices]
         batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
         batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
@@ -136,54 +117,22 @@ class Penalties:
     ) -> None:
         """Penalize the logits of a block, in place.
 
-        One launch on CUDA. Elsewhere position by position, as [bs, B, vocab] counts would not fit beside the
-        logits of a large vocabulary.
-
         Args:
             batch: the scheduler's.
             block: [bs, B] int64, drafted after its first column.
             logits: [T, vocab] of the verified rows.
             rows: verified slots.
         """
-        terms = Terms.from_requests(batch.reqs, self._shape[1], self._device)
-        run = penalize_block_triton if logits.is_cuda else penalize_block_torch
-        run(logits, block, self._counts, batch.req_pool_indices, batch.seq_lens, terms, *rows.bounds)
+        terms = _terms_of(batch.reqs, self._shape[1], self._device)
+        at = batch.req_pool_indices, batch.seq_lens
+        penalize_block(logits, block, self._counts, *at, terms, *rows.bounds)
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""
         self._count(batch, accepted.tokens, accepted.accept_len)
 
     def _count(self, batch: Any, tokens: torch.Tensor, accept_len: torch.Tensor) -> None:
-        run = count_tokens_triton if tokens.is_cuda else count_tokens_torch
-        run(self._counts, batch.req_pool_indices, tokens, accept_len)
-
-
-def penalize_block_torch(
-    logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None
-) -> None:
-    """Run `penalize_block_triton` in PyTorch, on any device."""
-    bs, block_size = block.shape
-    counts, one = counts[requests], counts.new_ones((bs, 1))
-    if starts is None:
-        starts = torch.arange(bs, device=block.device) * block_size
-        max_accept = torch.full_like(starts, block_size - 1)
-    for k in range(block_size):
-        if k > 0:
-            counts.scatter_add_(1, block[:, k : k + 1], one)
-        # Requests that do not verify this slot look at their last row, and leave it alone.
-        row = starts + max_accept.clamp(max=k)
-        old = logits[row]
-        # The block's first token, at position seq_lens, has been emitted too.
-        new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
-        scaling = terms.scaling(counts)
-        new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
-        logits[row] = torch.where((k <= max_accept)[:, None], new, old)
-
-
-def count_tokens_torch(counts, requests, tokens, accept_len) -> None:
-    """Run `count_tokens_triton` in PyTorch, on any device."""
-    is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
-    counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())
+        count_tokens(self._counts, batch.req_pool_indices, tokens, accept_len)
 
 
 def constrain(
