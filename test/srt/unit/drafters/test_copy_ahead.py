@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import accepted_blocks
+from support.kernel_inputs import random_kept, random_texts
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import copy_ahead
@@ -29,21 +30,6 @@ CPU = torch.device("cpu")
 
 
 # -- the search
-
-
-def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str):
-    """Return texts of few different tokens in the rows of a history.
-
-    Some tokens may not be copied.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    lengths = 1 + torch.randint(longest, (bs,), generator=rng)
-    history = torch.randint(
-        -1 if seed % 3 == 0 else 0, vocabulary, (bs + 3, longest + 20), generator=rng, dtype=torch.int32
-    )
-    rows = torch.randperm(bs + 3, generator=rng)[:bs]
-    records = torch.rand(bs + 3, 2, generator=rng)
-    return (*(x.to(device) for x in (history, records, rows, lengths - 1)),)
 
 
 def match_by_hand(text: list[int]) -> tuple[int, int]:
@@ -131,14 +117,11 @@ def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
 @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 9), st.booleans())
 def test_appending_equals_its_twin(seed, bs, width, was_drafted):
     history, records, rows, seq_lens = random_texts(seed, bs, 40, 9, DEVICE)
-    rng = torch.Generator().manual_seed(seed)
-    out_tokens = torch.randint(1000, (bs, width), generator=rng).to(DEVICE)
-    accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(DEVICE)
-    lengths = torch.randint(-12, 12, (bs,), generator=rng, dtype=torch.int32).to(DEVICE)
+    kept = random_kept(seed, bs, width, DEVICE)
     outcomes = []
     for append in (copy_ahead.append_tokens_triton, copy_ahead.append_tokens_torch):
         written = history.clone(), records.clone()
-        append(*written, rows, seq_lens, out_tokens, accept_len, lengths, was_drafted)
+        append(*written, rows, seq_lens, *kept, was_drafted)
         outcomes.append(written)
     assert torch.equal(outcomes[0][0], outcomes[1][0])
     assert torch.allclose(outcomes[0][1], outcomes[1][1], atol=1e-6)

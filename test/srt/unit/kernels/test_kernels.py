@@ -6,11 +6,19 @@ Comparisons run compiled on a GPU, and everywhere in Triton's interpreter (test_
 import inspect
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernel_inputs import (
+    EPS,
+    Context,
+    random_appended,
+    random_blocks,
+    random_rows,
+    random_verdicts,
+    random_window,
+)
 from support.triton_interpreter import DEVICE, INTERPRETED, against_twin, needs_gpu
 
 from sglang_dflash.kernels.ops.speculative import accept, block, context_kv, peagle_rows, window
@@ -20,20 +28,6 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 # -- block preparation
-
-
-def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
-    """Return arguments of prepare_block.
-
-    The table is a slice of a wider one, as its rows need not be contiguous. Blocks may reach past it.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    max_len = 40 + block_size
-    table = torch.randint(2**31 - 1, (bs + 3, max_len + 5), generator=rng, dtype=torch.int32)[:, :max_len]
-    bonus = torch.randint(150_000, (bs,), generator=rng)
-    seq_lens = torch.randint(max_len, (bs,), generator=rng)
-    rows = torch.randperm(bs + 3, generator=rng)[:bs]
-    return *(x.to(device) for x in (bonus, seq_lens, rows, table)), 151_669, block_size
 
 
 @against_twin
@@ -96,17 +90,10 @@ def test_packed_blocks():
     st.integers(1, 24),
 )
 def test_prepare_window_equals_its_twin(seed, bs, size, page, columns):
-    rng = torch.Generator().manual_seed(seed)
-    source = torch.randint(2**31 - 1, (bs + 3, 70), generator=rng, dtype=torch.int32)[:, :64].to(DEVICE)
-    seq_lens = torch.randint(64, (bs,), generator=rng).to(DEVICE)
-    requests = torch.randperm(bs + 3, generator=rng)[:bs].to(DEVICE)
-    tables = [torch.full((bs + 3, 40), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-    runs = window.prepare_window_triton, window.prepare_window_torch
-    got, want = (
-        run(seq_lens, requests, source, table, size, page, columns) for run, table in zip(runs, tables)
-    )
+    mine, twins = (random_window(seed, bs, size, page, columns, DEVICE) for _ in range(2))
+    got, want = window.prepare_window_triton(*mine), window.prepare_window_torch(*twins)
     assert torch.equal(got, want) and got.dtype == torch.int64
-    assert torch.equal(*tables)
+    assert torch.equal(mine[3], twins[3])
 
 
 def test_a_prepared_window():
@@ -120,37 +107,6 @@ def test_a_prepared_window():
 
 
 # -- rows of a P-EAGLE block
-
-
-def random_rows(
-    seed: int, bs: int, block_size: int, hidden: int, device: str, last_start: int | None = None
-) -> list:
-    """Return arguments of prepare_rows.
-
-    Texts have all lengths, some at the end of the table, and 1 to B rows are pending.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    slots, max_len, width = bs + 3, 40, 2 * (block_size - 1)
-    lengths = 1 + torch.randint(max_len - block_size, (bs,), generator=rng)
-    pending = peagle_rows.Pending(
-        tokens=torch.randint(150_000, (slots, block_size), generator=rng).to(device),
-        fused=torch.randn(slots, block_size, hidden, generator=rng).to(device, torch.bfloat16),
-        count=1 + torch.randint(block_size, (slots,), generator=rng).to(device),
-        was_run=torch.randint(2, (slots,), generator=rng, dtype=torch.int32).to(device),
-    )
-    requests = torch.randperm(slots, generator=rng)[:bs].to(device)
-    pending.count[requests] = torch.minimum(pending.count[requests], lengths.to(device))
-    tables = torch.randint(2**31 - 1, (2, slots, max_len + 5), generator=rng, dtype=torch.int32).to(device)
-    fused, first = torch.zeros(bs * width, hidden, dtype=torch.bfloat16), torch.zeros(bs, dtype=torch.int64)
-    return [
-        requests,
-        lengths.to(device),
-        pending,
-        peagle_rows.RowTables(tables[0, :, :max_len], tables[1, :, : max_len + width], 151_669, last_start),
-        torch.randn(hidden, generator=rng).to(device, torch.bfloat16),
-        fused.to(device),
-        first.to(device),
-    ]
 
 
 @against_twin
@@ -232,39 +188,14 @@ def test_prepared_rows_at_the_end_of_the_context():
     assert rows.start.tolist() == [4, 1] and first.tolist() == [4, 0]
 
 
-def random_appended(seed: int, bs: int, width: int, block_size: int, hidden: int, device: str) -> list:
-    """Return arguments of append_rows, without slots."""
-    pending = random_rows(seed, bs, block_size, hidden, device)[2]
-    rng = torch.Generator().manual_seed(seed)
-    requests = torch.randperm(bs + 3, generator=rng)[:bs].to(device)
-    pending.count.clamp_(max=block_size - 1)  # room for one more
-    accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32).to(device)
-    tokens = torch.randint(150_000, (bs, width), generator=rng).to(device)
-    return [
-        requests,
-        accept_len,
-        tokens,
-        torch.randn(bs * width, hidden, generator=rng).to(device, torch.bfloat16),
-        pending,
-    ]
-
-
 @against_twin
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
 def test_append_rows_equals_its_twin(seed, bs, block_size, is_packed, hidden):
     """Rows of other requests and rejected rows must stay out, whatever a request had pending."""
-    width, rng = min(block_size, 4), np.random.default_rng(seed)
-    mine, twins = (random_appended(seed, bs, width, block_size, hidden, DEVICE) for _ in range(2))
-    lengths = rng.integers(0, width, bs) if is_packed else np.full(bs, width - 1)
-    accepted = torch.from_numpy(rng.integers(0, lengths + 1)).int().to(DEVICE)
-    slots = None
-    if bs and (lengths < width - 1).any():
-        slots = np.cumsum(lengths + 1)[:, None] - lengths[:, None] - 1
-        slots = torch.from_numpy(slots + np.minimum(np.arange(width), lengths[:, None])).to(DEVICE)
-    for requests, _, tokens, fused, pending in (mine, twins):
-        pending.count[requests] = torch.minimum(pending.count[requests], block_size - accepted - 1)
-        run = peagle_rows.append_rows_triton if pending is mine[-1] else peagle_rows.append_rows_torch
-        run(requests, accepted, tokens, fused, slots, pending)
+    arguments = seed, bs, min(block_size, 4), block_size, hidden, DEVICE, is_packed
+    mine, twins = random_appended(*arguments), random_appended(*arguments)
+    peagle_rows.append_rows_triton(*mine)
+    peagle_rows.append_rows_torch(*twins)
     for name in ("tokens", "fused", "count", "was_run"):
         assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
 
@@ -302,23 +233,6 @@ def test_sglangs_norm_and_rotation_equals_its_twin(heads):
 
 
 # -- acceptance
-
-
-def random_verdicts(seed: int, bs: int, block_size: int, device: str) -> tuple[torch.Tensor, ...]:
-    """Return drafted blocks, the target's tokens, and the next arguments of accept_blocks.
-
-    Rows agree up to a random slot, and by chance beyond it. Some logits are broken.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    values = torch.tensor([0, 1, 2**40])  # the last beyond int32
-    target = values[torch.randint(3, (bs, block_size), generator=rng)]
-    tokens = torch.cat([torch.zeros(bs, 1, dtype=torch.int64), target[:, :-1]], dim=1)
-    flips = torch.randint(2, tokens.shape, generator=rng)
-    kept = torch.randint(block_size, (bs, 1), generator=rng)
-    tokens += flips * (torch.arange(block_size) > kept)
-    values = torch.tensor([*[3.0, -2e38] * 10, torch.nan, torch.inf, -torch.inf])
-    best = values[torch.randint(len(values), (bs, block_size), generator=rng)]
-    return *(x.to(device) for x in (tokens, target, best, torch.randint(2**40, (bs,), generator=rng))), 2**41
 
 
 @against_twin
@@ -388,44 +302,6 @@ def test_broken_logits_end_a_request_where_they_are_output(value):
 
 
 # -- context K/V
-
-EPS = 1e-6
-
-
-class Context:
-    """Random arguments of write_context_kv, and pools whose unwritten slots hold NaN."""
-
-    def __init__(self, seed, rows, layers, heads, head_dim, kv_dtype, pool_dtype, table_dtype, device):
-        page_size, rng = 4, torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=rng)
-
-        self.kv = (random(rows, layers, 2, heads, head_dim) * 3).to(device, kv_dtype)
-        self.weight = (1 + random(layers, head_dim) / 4).to(device, kv_dtype)
-        angles = torch.arange(64)[:, None] / 10_000 ** (torch.arange(head_dim // 2) / (head_dim // 2))
-        self.table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device, table_dtype)
-        self.positions = torch.randint(64, (rows,), generator=rng).to(device)
-        pages = -(-rows // page_size) + 3
-        slots = torch.randperm(pages, generator=rng)[:, None] * page_size + torch.arange(page_size)
-        self.cache_loc = slots.flatten()[:rows].to(device)
-        self.pool_shape = (layers, 2, pages * page_size, heads, head_dim)
-        self.pool_dtype = pool_dtype
-
-    def written_by(self, write, **options) -> torch.Tensor:
-        """Return the pool's contents, float32 [layers, 2, slots, heads, head_dim]."""
-        buffers = torch.full(self.pool_shape, torch.nan).to(self.kv.device, self.pool_dtype)
-        write(*self.arguments(KVPoolPointers.from_pools(*buffers.unbind(1))), **options)
-        return buffers.float()
-
-    def by_both(self, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the kernel and its twin write."""
-        writers = context_kv.write_context_kv_triton, context_kv.write_context_kv_torch
-        got, want = (self.written_by(write, **options) for write in writers)
-        return got, want
-
-    def arguments(self, pool: KVPoolPointers) -> tuple:
-        return self.kv, self.weight, EPS, self.table, self.positions, self.cache_loc, pool
 
 
 @st.composite
@@ -619,7 +495,7 @@ def test_no_kernel_synchronises_with_the_host():
         prepared = block.prepare_block(*blocks)
         accepted = accept.accept_blocks(None, *verdicts[1:], block=verdicts[0])
         context_kv.write_context_kv(*arguments, accept_len=accepted.accept_len, block_size=16)
-        peagle_rows.append_rows(*appended[:-1], None, appended[-1])
+        peagle_rows.append_rows(*appended)
         return *prepared, *accepted
 
     cycle()  # compiles

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernel_inputs import random_drawn_blocks
 from support.rejection_batches import batches
 from support.triton_interpreter import DEVICE, against_twin
 
@@ -54,18 +55,8 @@ def test_the_walk_equals_its_twin(arguments, rule, seed):
 @pytest.mark.parametrize("candidates", [1, 128, 1500])
 def test_the_walk_over_long_lists_equals_its_twin(candidates, rule):
     """Compare more than a tile of candidates, with a draft that is often right."""
-    torch.manual_seed(candidates)
-    bs, width, vocabulary = 16, 8, 2000
-    logits = 3 * torch.randn(bs, width, vocabulary)
-    target_probs = logits.softmax(dim=2)
-    noisy = (logits[:, :-1] + 0.5 * torch.randn(bs, width - 1, vocabulary)).softmax(dim=2)
-    probs, ids = noisy.topk(candidates, dim=2)
-    probs /= probs.sum(dim=2, keepdim=True)
-    drafted = ids.gather(2, probs.flatten(0, 1).multinomial(1).view(bs, width - 1, 1)).squeeze(2)
-    block = torch.nn.functional.pad(drafted, (1, 0))
-    uniforms = torch.rand(bs, width - 1), torch.rand(bs)
-    draft = DraftProbs(ids.to(DEVICE), probs.to(DEVICE))
-    arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
+    bs, width = 16, 8
+    arguments = random_drawn_blocks(candidates, bs, width, 2000, candidates, DEVICE)
     assert_same_verdict(arguments, rule)
     # The last verified slot has no later one, although its block goes on.
     assert_same_verdict(arguments, rule, np.arange(bs) % width)

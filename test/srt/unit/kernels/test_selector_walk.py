@@ -7,44 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.kernel_inputs import NO_LIMIT, drawing, random_walk
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
 from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
 from sglang_dflash.srt.layers.candidate_selector import slot_probs, walk, walk_torch
-
-NO_LIMIT = 1 << 30  # SGLang's value for top_k = -1
-
-
-def random_walk(
-    seed: int, bs: int, slots: int, candidates: int, rank: int, vocab: int = 50, spread: float = 2.0
-):
-    """Return (Candidates, anchors [bs], left and right codebooks [vocab, rank])."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator)
-
-    logits = spread * normal(bs, slots, vocab)
-    unary, ids = logits.topk(candidates, dim=2)
-    anchors = torch.randint(vocab, (bs,), generator=generator)
-    codebooks = normal(vocab, rank), normal(vocab, rank) * rank**-0.5
-    return Candidates(ids, unary, normal(bs, slots, rank)), anchors, *codebooks
-
-
-def drawing(
-    bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, drawn_slots=None, seed=3
-) -> Draw:
-    uniforms = torch.rand(bs, slots, generator=torch.Generator().manual_seed(seed))
-    number = torch.full((bs,), 1.0)
-    return Draw(
-        temperature=number * temperature,
-        top_k=torch.full((bs,), top_k, dtype=torch.int32),
-        top_p=number * top_p,
-        min_p=number * min_p,
-        uniforms=uniforms,
-        slots=slots if drawn_slots is None else drawn_slots,
-    )
 
 
 def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
