@@ -2,6 +2,7 @@
 
 CORE = (
     "test_acceptance.py",
+    "test_bare_figures.py",
     "test_bench.py",
     "test_block_conv.py",
     "test_cpu_runtime.py",
@@ -15,6 +16,7 @@ CORE = (
     "test_kernels.py",
     "test_kv_chunks.py",
     "test_lint_scripts.py",
+    "test_penalty_kernels.py",
     "test_rejection.py",
     "test_rejection_kernel.py",
     "test_roofline.py",
