@@ -153,7 +153,7 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, tmp_path):
 
 
 def test_a_plain_cycle(expected):
-    """SGLang's own plans and replays, which wait for exact lengths. The FP8 head is switched off."""
+    """SGLang's own plans, which wait for exact lengths. The FP8 head is switched off."""
     plain = {"SGLANG_DFLASH_PLAIN_CYCLE": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
     with expected.rehearsed(Scene("flashinfer"), DRAFT, environment=plain) as played:
         assert played.waits() != []

@@ -18,7 +18,7 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 logger = logging.getLogger(__name__)
 
 # What a plain cycle switches off always, and the options that it switches off.
-_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "plans with bounds of lengths", "direct replays of graphs")
+_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "plans with bounds of lengths")
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "packed layers of the draft": DFlashOptions.DRAFT_PACKED,
@@ -218,7 +218,7 @@ def resolve_plain_cycle(args: Any) -> dict[str, Any]:
     if replays_states:
         off.append("ReplaySSM (--enable-linear-replayssm-spec)")
     logger.warning(
-        "DFLASH verifies whole blocks with SGLang's own plans and replays (%s=1). Off: %s.",
+        "DFLASH verifies whole blocks with SGLang's own plans (%s=1). Off: %s.",
         DFlashOptions.PLAIN_CYCLE.variable,
         ", ".join((*_OFF_IN_PLAIN_CYCLE, *off)),
     )

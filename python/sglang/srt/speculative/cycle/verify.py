@@ -1,74 +1,16 @@
-"""The verify forward of a cycle, and replay of both models' CUDA graphs.
+"""The verify forward of a cycle."""
 
-Around a replay, `ModelRunner.forward` serves statistics, dumps and profilers. If nothing of that is on, the
-graph is replayed directly, which spares the host about a tenth of a millisecond in each cycle.
-"""
-
-import functools
 from typing import Any
 
 import torch
-from sglang.srt.debug_utils.dumper import dumper
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_exec
-from sglang.srt.state_capturer.indexer_topk import get_global_indexer_capturer
-from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 
-from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-
-
-def run_draft(runner: Any, forward_batch: ForwardBatch) -> Any:
-    """Run a forward of the draft's model runner, and return the model's output."""
-    if torch.autograd._profiler_enabled() or not _can_replay(runner, forward_batch):
-        return runner.forward(forward_batch).logits_output
-    return runner.decode_cuda_graph_runner.execute(forward_batch)
-
-
-def run_target(worker: TpModelWorker, forward_batch: ForwardBatch) -> GenerationBatchResult:
-    """Run a verify forward of the target."""
-    runner = worker.model_runner
-    if _is_watched(runner) or not _can_replay(runner, forward_batch):
-        return worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
-    output = runner.decode_cuda_graph_runner.execute(forward_batch)
-    return GenerationBatchResult(logits_output=output, can_run_cuda_graph=True)
-
-
-def _can_replay(runner: Any, forward_batch: ForwardBatch) -> bool:
-    if is_plain_cycle():
-        return False  # SGLang replays it
-    graphs, mode = runner.decode_cuda_graph_runner, forward_batch.forward_mode
-    runs_graphs = graphs and (mode.is_cpu_graph() if runner.device == "cpu" else mode.is_cuda_graph())
-    return bool(runs_graphs and graphs.can_run_graph(forward_batch))
-
-
-@functools.cache
-def is_plain_cycle() -> bool:
-    """Tell whether SGLang replays all graphs, as the server's environment asked at its start."""
-    return DFlashOptions.PLAIN_CYCLE.get()
-
-
-def _is_watched(runner: Any) -> bool:
-    """Tell whether `ModelRunner.forward` has work to do around a replay of the target's graph."""
-    moe = get_exec().moe
-    watching = (
-        torch.autograd._profiler_enabled(),
-        dumper.may_enable,
-        runner.msprobe_debugger,
-        runner.canary_manager,
-        runner.eplb_manager,
-        moe.expert_distribution_recorder_mode,
-        moe.elastic_ep_backend,
-        get_global_experts_capturer(),
-        get_global_indexer_capturer(),
-        hasattr(runner.model, "prepare_for_forward"),
-    )
-    return any(watching)
 
 
 def multimodal_positions(
@@ -115,7 +57,7 @@ def verify(
         spec_mrope_positions=multimodal_positions(target_worker.model_runner, batch, rows, positions),
     )
     disable_graphs_if_any_rank_idle(forward_batch)
-    return run_target(target_worker, forward_batch)
+    return target_worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
 
 
 def disable_graphs_if_any_rank_idle(forward_batch: ForwardBatch) -> None:

@@ -17,7 +17,6 @@ from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
-from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
@@ -219,7 +218,7 @@ class DFlashDrafter(Drafter):
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph,
         )
         plan.bind(forward_batch, self._runner.kv_index_translator, cols=columns)
-        return run_draft(self._runner, forward_batch)
+        return self._runner.forward(forward_batch).logits_output
 
 
 class DFlash2Drafter(DFlashDrafter):

@@ -53,7 +53,6 @@ from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, packed_ranges
-from sglang_dflash.srt.speculative.cycle.verify import run_draft
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
 from sglang_dflash.srt.speculative.drafters.base import Drafter
@@ -265,7 +264,7 @@ class PEagleDrafter(Drafter):
             can_run_decode_cuda_graph=can_run_cuda_graph,
         )
         self._bind(forward_batch, read_extent=num_rows)
-        return run_draft(self._runner, forward_batch)
+        return self._runner.forward(forward_batch).logits_output
 
     def _run_prompts(self, prompts: Prompts, fused: torch.Tensor, cache_loc: torch.Tensor) -> None:
         """Run one forward over the rows of a prefill: one per token except a text's first.
