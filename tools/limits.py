@@ -269,6 +269,7 @@ def fallback_rules() -> str:
         "DRAFT_TEMPERATURE_SCALE": 0.5,
         "DRAFT_SAMPLED_SLOTS": 1,
         "DRAFT_HEAD_DTYPE": "fp8",
+        "PLANS_WITHIN_BOUNDS": 1,
     }
     environment = {getattr(DFlashOptions, name).variable: str(value) for name, value in requested.items()}
     with patch.dict(os.environ, environment):

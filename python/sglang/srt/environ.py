@@ -89,6 +89,9 @@ class DFlashOptions:
     DRAFT_PACKED = _switch("SGLANG_DFLASH_DRAFT_PACKED", is_extra=True)
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
+    # --speculative-plans-within-bounds. Off until a GPU shows FlashInfer at one request at least 1.1 times as
+    # fast with it as without (the table of defaults in benchmark/gpu/README.md).
+    PLANS_WITHIN_BOUNDS = _switch("SGLANG_DFLASH_PLANS_WITHIN_BOUNDS", is_extra=True)
     # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
     ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str, is_extra=True)
     # Our attention and layers on a CPU for servers without a draft too, as the benchmark's baseline.

@@ -33,13 +33,22 @@ def expected(servers, reference) -> Expected:
 @pytest.fixture(scope="module")
 def flashinfer(expected) -> Iterator[Rehearsal]:
     expected.answers(DRAFT, greedy_requests())  # first, so that fewer servers run at a time
-    with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE) as played:
+    with rehearse(Scene("flashinfer", plans_within_bounds=True), DRAFT, NO_CACHE) as played:
         yield played
 
 
-def test_dflash_on_flashinfer(flashinfer, expected):
+def test_dflash_on_flashinfer(expected):
+    """By default the plans are SGLang's, and each decode step waits for the lengths of the last one."""
+    with expected.rehearsed(Scene("flashinfer"), DRAFT) as played:
+        assert_launches(played, "flashinfer-dflash")
+        assert "lengths" in played.waits() and "speculative_plans" not in played.state()
+        backends = {(note["role"], note["name"]) for note in played.notes("backend")}
+        assert backends == {(role, "FlashInferAttnBackend") for role in ("target", "draft")}
+
+
+def test_plans_within_bounds(flashinfer, expected):
     expected.compare(flashinfer, DRAFT, greedy_requests())
-    assert_launches(flashinfer, "flashinfer-dflash")
+    assert_launches(flashinfer, "flashinfer-bounds-dflash")
     assert flashinfer.waits() == []
 
 

@@ -6,6 +6,7 @@ acceptance that of the CPU path.
 
 import json
 import shutil
+from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 
@@ -49,6 +50,7 @@ DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DR
 WINDOW = 12
 # TensorRT-LLM's kernels read whole pages.
 PAGES = {"trtllm_mha": ("--page-size", 16)}
+BOUNDS = Scene("flashinfer", plans_within_bounds=True)
 TRITON = Scene("triton", buckets=(4,))  # interpreted, on short requests
 DFLASH_AND_PEAGLE = pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 NUM_GRAPHS = 2 * 3  # of target and draft, for 1, 2 and 4 requests
@@ -76,16 +78,25 @@ def copy_with_layers(draft: Path, folder: Path, kind: str, window: int | None = 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_backend_and_draft(backend, draft, expected):
     with expected.rehearsed(Scene(backend), DRAFTS[draft]) as played:
-        if draft in ("dflash", "dflash2"):  # the others have sliding layers, for which FlashInfer waits
-            assert played.waits() == []
+        assert (played.waits() == []) == (backend == "fa3")
         if draft in ("dflash", "peagle"):  # the other drafts run as DFlash
             assert_launches(played, f"{backend}-{draft}")
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_plans_within_bounds(draft, expected):
+    with expected.rehearsed(BOUNDS, DRAFTS[draft]) as played:
+        if draft in ("dflash", "dflash2"):  # the others have sliding layers, for which FlashInfer waits
+            assert played.waits() == []
+        if draft in ("dflash", "peagle"):
+            assert_launches(played, f"flashinfer-bounds-{draft}")
 
 
 @pytest.mark.parametrize("draft", ["dflash", "peagle"])
 def test_trtllm_mha(draft, expected):
     """SGLang's default for the target on a Blackwell GPU. The draft runs on FlashInfer."""
-    with expected.rehearsed(Scene("trtllm_mha"), DRAFTS[draft], pages=PAGES["trtllm_mha"]) as played:
+    scene = Scene("trtllm_mha", plans_within_bounds=True)
+    with expected.rehearsed(scene, DRAFTS[draft], pages=PAGES["trtllm_mha"]) as played:
         backends = {note["role"]: note["name"] for note in played.notes("backend")}
         assert backends == {"target": "TRTLLMHAAttnBackend", "draft": "PlansBlocks"}  # ours, of FlashInfer
         assert draft == "peagle" or played.waits() == []
@@ -148,14 +159,14 @@ def test_sliding_layers(backend, draft, expected, tmp_path):
 def test_peagle_on_flashinfer_without_sliding_layers(expected, tmp_path):
     """Blocks that end at a bound of the length. The bundled draft has a sliding layer, and waits."""
     draft = copy_with_layers(PEAGLE_DRAFT, tmp_path, "full_attention")
-    with expected.rehearsed(Scene("flashinfer"), draft) as played:
+    with expected.rehearsed(BOUNDS, draft) as played:
         assert played.waits() == []
 
 
 def test_a_plain_cycle(expected):
-    """SGLang's own plans, which wait for exact lengths. The FP8 head is switched off."""
+    """SGLang's own plans, which wait for exact lengths, although bounds are on. So is the FP8 head."""
     plain = {"SGLANG_DFLASH_PLAIN_CYCLE": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
-    with expected.rehearsed(Scene("flashinfer"), DRAFT, environment=plain) as played:
+    with expected.rehearsed(BOUNDS, DRAFT, environment=plain) as played:
         assert played.waits() != []
         assert "speculative_plans" not in played.state(), "none is ours"
 
@@ -163,7 +174,7 @@ def test_a_plain_cycle(expected):
 def test_checked_plans(reference):
     """Let the server compare its plans with the device's lengths itself, and end on a difference."""
     requests, checking = requests_across_chunks(), {"SGLANG_DFLASH_CHECK_PLANS": "1"}
-    with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE, environment=checking) as played:
+    with rehearse(BOUNDS, DRAFT, NO_CACHE, environment=checking) as played:
         answers = played.server.generate_many(requests, 2)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.waits() == []
@@ -183,7 +194,7 @@ def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
     """Its cycles run without graphs, with FlashInfer's own plans of exact lengths. That is counted."""
     requests = greedy_requests(3)
     expected.answers(DRAFT, requests)
-    with rehearse(Scene("flashinfer", buckets=(1, 2)), DRAFT, NO_CACHE) as played:
+    with rehearse(replace(BOUNDS, buckets=(1, 2)), DRAFT, NO_CACHE) as played:
         answers = played.server.generate_many(requests, 3)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == []
@@ -202,16 +213,21 @@ def kinds_of_requests() -> list[dict]:
     return [*requests, greedy_requests(5, 24)[4] | {"return_logprob": True, "top_logprobs_num": 2}]
 
 
+def backend_of(value: object) -> object:
+    """Return the backend of a scene, as a name of a test."""
+    return getattr(value, "backend", value)
+
+
 OWN_LENGTHS = pytest.mark.parametrize(
     ("scene", "draft"),
     [
         (Scene("fa3"), "dflash"),
         (Scene("fa3"), "peagle"),
-        (Scene("flashinfer"), "dflash2"),
+        (BOUNDS, "dflash2"),
         (Scene("trtllm_mha"), "dflash"),
         (TRITON, "dflash"),
     ],
-    ids=lambda value: getattr(value, "backend", value),
+    ids=backend_of,
 )
 
 
@@ -250,12 +266,12 @@ def test_own_lengths_that_change(scene, draft, reference, tmp_path):
         assert sum(map(sum, acceptance(answers))) > 0
 
 
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mha"])
-def test_own_lengths_with_copies(backend, reference, tmp_path):
+@pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS, Scene("trtllm_mha")], ids=backend_of)
+def test_own_lengths_with_copies(scene, reference, tmp_path):
     """Copy and draft in one batch. The host learns a cycle or two late whether there was a match."""
     requests = greedy_requests(4, 64)
-    arguments = "--speculative-copy-ahead", *verifying(tmp_path, *CHANGING), *PAGES.get(backend, ())
-    with rehearse(Scene(backend), DRAFT, *arguments) as played:
+    arguments = "--speculative-copy-ahead", *verifying(tmp_path, *CHANGING), *PAGES.get(scene.backend, ())
+    with rehearse(scene, DRAFT, *arguments) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, reference.answers(requests))
         state = assert_target_graphs(played)
@@ -266,12 +282,12 @@ def test_own_lengths_with_copies(backend, reference, tmp_path):
         assert accepted["copy"] > 10 and accepted["draft"] > 10, accepted
 
 
-@pytest.mark.parametrize("backend", ["fa3", "flashinfer"])
-def test_own_lengths_of_one_request(backend, reference, tmp_path):
+@pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS], ids=backend_of)
+def test_own_lengths_of_one_request(scene, reference, tmp_path):
     """Start-up's cycles fit a server whose buffers hold one request."""
     requests = greedy_requests(2, 16)
     arguments = "--max-running-requests", 1, *verifying(tmp_path, *CHANGING)
-    with rehearse(Scene(backend, buckets=(1,)), DRAFT, *arguments) as played:
+    with rehearse(replace(scene, buckets=(1,)), DRAFT, *arguments) as played:
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == []
@@ -286,12 +302,14 @@ def test_nothing_drafted(draft, reference):
         assert {json.dumps(step["replays"]) for step in played.notes("step")} == {'{"target": 1, "draft": 0}'}
 
 
-@pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
-def test_kinds_of_requests(backend, expected, reference):
+@pytest.mark.parametrize(
+    "scene", [Scene("flashinfer"), BOUNDS, Scene("fa3")], ids=["default", "bounds", "fa3"]
+)
+def test_kinds_of_requests(scene, expected, reference):
     """Mix grammars, penalties and log probabilities in one batch."""
     requests = kinds_of_requests()
     expected.answers(DRAFT, requests)
-    with rehearse(Scene(backend), DRAFT, NO_CACHE) as played:
+    with rehearse(scene, DRAFT, NO_CACHE) as played:
         answers = expected.compare(played, DRAFT, requests)
     found, wanted = (
         a[-1]["meta_info"]["output_token_logprobs"] for a in (answers, reference.answers(requests))
@@ -299,8 +317,9 @@ def test_kinds_of_requests(backend, expected, reference):
     assert [entry[0] for entry in found] == pytest.approx([entry[0] for entry in wanted], abs=1e-4)
 
 
+@pytest.mark.parametrize("scene", [Scene("flashinfer"), BOUNDS], ids=["default", "bounds"])
 @DFLASH_AND_PEAGLE
-def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
+def test_mixed_prefill_shared_prefixes_and_retraction(scene, draft, reference):
     """Compare the output only, because block starts depend on timing.
 
     The pool holds two of four requests. The scheduler admits more, under an estimate of short answers.
@@ -309,9 +328,7 @@ def test_mixed_prefill_shared_prefixes_and_retraction(draft, reference):
     sampling = {"temperature": 0, "max_new_tokens": 72, "ignore_eos": True}
     requests = [{"text": text, "sampling_params": sampling} for text in (*long, long[0] + " # again")]
     crowded = "--enable-mixed-chunk", "--chunked-prefill-size", 32, "--max-total-tokens", 384
-    with rehearse(
-        Scene("flashinfer"), draft, *crowded, environment=patched("rehearsal overcommit")
-    ) as played:
+    with rehearse(scene, draft, *crowded, environment=patched("rehearsal overcommit")) as played:
         answers = played.server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.steps_without_graphs() == []

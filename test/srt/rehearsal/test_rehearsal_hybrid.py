@@ -64,19 +64,25 @@ def test_whole_blocks(target, servers):
 
 
 @pytest.mark.parametrize(
-    ("backend", "draft"), [("fa3", "dflash"), ("flashinfer", "dflash2"), ("trtllm_mha", "dflash2")]
+    ("scene", "draft"),
+    [
+        (Scene("fa3"), "dflash"),
+        (Scene("flashinfer", plans_within_bounds=True), "dflash2"),
+        (Scene("trtllm_mha"), "dflash2"),
+    ],
+    ids=lambda value: getattr(value, "backend", value),
 )
-def test_own_lengths(backend, draft, target, servers, tmp_path):
+def test_own_lengths(scene, draft, target, servers, tmp_path):
     """Verify another number of tokens of each request, none included, with graphs keyed by rows."""
     requests, lengths = greedy_requests(), verifying(tmp_path, 6)
     cap_lengths(requests)
-    pages = ("--page-size", "16") if backend == "trtllm_mha" else ()
+    pages = ("--page-size", "16") if scene.backend == "trtllm_mha" else ()
     arguments = NO_CACHE, *lengths, "--model-path", target, *GRID, *pages
     on_cpu_path = servers.get(
         *ARGUMENTS, *dflash_arguments(DRAFTS[draft]), *arguments, environment=ENVIRONMENT
     )
     wanted = on_cpu_path.generate_many(requests, CONCURRENCY)
-    with rehearse(Scene(backend), DRAFTS[draft], *arguments, environment=ENVIRONMENT) as played:
+    with rehearse(scene, DRAFTS[draft], *arguments, environment=ENVIRONMENT) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, wanted)
         assert acceptance(answers) == acceptance(wanted)

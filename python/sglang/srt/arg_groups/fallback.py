@@ -126,6 +126,7 @@ def _forbidding_options() -> list[str]:
         ("--speculative-draft-temperature-scale", DFlashOptions.DRAFT_TEMPERATURE_SCALE),
         ("--speculative-draft-sampled-slots", DFlashOptions.DRAFT_SAMPLED_SLOTS),
         ("--speculative-draft-head-dtype", DFlashOptions.DRAFT_HEAD_DTYPE),
+        ("--speculative-plans-within-bounds", DFlashOptions.PLANS_WITHIN_BOUNDS),
     )
     return [
         f"it lacks {flag}, which was requested"

@@ -18,9 +18,10 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 logger = logging.getLogger(__name__)
 
 # What a plain cycle switches off always, and the options that it switches off.
-_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "plans with bounds of lengths")
+_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths",)
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
+    "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS,
     "packed layers of the draft": DFlashOptions.DRAFT_PACKED,
     "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,
 }
@@ -125,6 +126,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         option="COPY_AHEAD",
     )
     add(
+        "--speculative-plans-within-bounds",
+        "FlashInfer on a GPU, experimental: plan a cycle with bounds of its lengths, so that the host does "
+        "not wait for the last one. With --speculative-adaptive, requests then have lengths of their own.",
+        action=_TurnOn,
+        option="PLANS_WITHIN_BOUNDS",
+    )
+    add(
         "--speculative-dflash-strict",
         "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
         "start. By default the built-in serves, and a warning says why.",
@@ -218,7 +226,7 @@ def resolve_plain_cycle(args: Any) -> dict[str, Any]:
     if replays_states:
         off.append("ReplaySSM (--enable-linear-replayssm-spec)")
     logger.warning(
-        "DFLASH verifies whole blocks with SGLang's own plans (%s=1). Off: %s.",
+        "DFLASH verifies whole blocks (%s=1). Off: %s.",
         DFlashOptions.PLAIN_CYCLE.variable,
         ", ".join((*_OFF_IN_PLAIN_CYCLE, *off)),
     )

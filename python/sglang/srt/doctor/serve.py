@@ -172,6 +172,7 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
         found |= {
             "adaptive width": ", ".join(map(str, widths)) if adaptive else False,
             "copies": DFlashOptions.COPY_AHEAD.get(),
+            "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS.get(),
             "drawn drafts": bool(args.speculative_use_rejection_sampling),
             "packed draft layers": DFlashOptions.DRAFT_PACKED.get(),
             "draft head": DFlashOptions.DRAFT_HEAD_DTYPE.get(),

@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import patch, patches
 
 # SGLang reserves the name DFLASH, so our algorithm has another name in the registry.
@@ -51,10 +52,15 @@ class DFlashAlgorithm(CustomSpecAlgo):
         return prepare_scheduler()
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a relay that knows bounds of lengths without the device."""
-        from sglang_dflash.srt.speculative.cycle.lengths import KnownLengthsMap
+        """Return SGLang's relay between steps, or ours, which knows bounds of lengths."""
+        from sglang.srt.managers.overlap_utils import FutureMap
 
-        return KnownLengthsMap(*args[:1], self, *args[1:], **kwargs)
+        relay = FutureMap
+        if DFlashOptions.PLANS_WITHIN_BOUNDS.get():
+            from sglang_dflash.srt.speculative.cycle.lengths import KnownLengthsMap
+
+            relay = KnownLengthsMap
+        return relay(*args[:1], self, *args[1:], **kwargs)
 
     def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
         """Carry requests that another server has prefilled into their first cycle."""
@@ -97,18 +103,24 @@ def register_in_front_end() -> None:
 
 
 def register_in_scheduler() -> None:
-    """Register our draft models and FlashInfer backend.
+    """Register our draft models, and our FlashInfer backend if it is on.
 
     They replace two models and a backend that SGLang has under the same names.
     """
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.models.registry import ModelRegistry
+
+    if DFlashOptions.PLANS_WITHIN_BOUNDS.get():
+        _register_flashinfer()
+    ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
+
+
+def _register_flashinfer() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
     from sglang_dflash.srt.layers.attention import flashinfer_plans
 
     create = functools.partial(flashinfer_plans.create_backend, create=ATTENTION_BACKENDS["flashinfer"])
     register_attention_backend("flashinfer")(create)
-    ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
 
 
 def prepare_scheduler() -> type:

@@ -264,7 +264,9 @@ class DFlashWorker(BaseSpecWorker):
         self.copies.end_prefill(prompts, next_tokens)
         result.logits_output.hidden_states = None  # SGLang would copy them to the host
         result.next_draft_input = DFlashDraftInput(
-            next_tokens, result.new_seq_lens, known_lens=[*prompts.ends]
+            next_tokens,
+            result.new_seq_lens,
+            known_lens=[*prompts.ends] if self._plans_within_bounds else [],
         )
         return result
 
@@ -287,7 +289,7 @@ class DFlashWorker(BaseSpecWorker):
             reason = f"no CUDA graph was captured for a batch of {len(batch.reqs)} requests"
             count("cycles_without_graph", reason)
         cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
-        if self._plans_within_bounds or verify_len == 1:
+        if self._plans_within_bounds:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs
         self._planner.on_launched(plan)
         return result

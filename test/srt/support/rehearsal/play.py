@@ -97,7 +97,8 @@ def rehearse(
             faults.VARIABLE: str(folder / "fault"),
             **(environment or {}),
         }
-        command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *arguments
+        bounds = ("--speculative-plans-within-bounds",) if scene.plans_within_bounds else ()
+        command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *bounds, *arguments
         start = fork_server().run_main
         (folder / "report").touch(), (folder / "fault").touch()
         with serve(*command, env=env, timeout=START_TIMEOUT_S, start=start) as server:

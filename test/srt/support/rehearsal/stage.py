@@ -28,6 +28,8 @@ from support.rehearsal import (
 from support.rehearsal.attention import merge
 from support.rehearsal.fa3_kernels import flash_attn_with_kvcache
 
+from sglang_dflash.srt.environ import DFlashOptions
+
 VARIABLE = "REHEARSAL"
 
 
@@ -41,6 +43,7 @@ class Scene:
         fault: One of `faults.AT_START`.
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
             third of a second per step. Its twin runs otherwise.
+        plans_within_bounds: Whether FlashInfer plans with bounds of lengths, which is off by default.
         is_built_in: SGLang's own worker instead of ours.
         is_fallback: The same, because our decision leaves the server to it.
     """
@@ -49,6 +52,7 @@ class Scene:
     buckets: tuple[int, ...] = (1, 2, 4)
     fault: str | None = None
     interprets_context_kv: bool = False
+    plans_within_bounds: bool = False
     is_built_in: bool = False
     is_fallback: bool = False
 
@@ -197,8 +201,7 @@ def _flashinfer():
     module.BatchDecodeWithPagedKVCacheWrapper = flashinfer_kernels.Decode
     module.fast_decode_plan = None
     module.merge_state = module._safe_merge_state = merge
-    scene = Scene.from_environment()
-    if scene.is_built_in or scene.is_fallback:
+    if not DFlashOptions.PLANS_WITHIN_BOUNDS.get():
         return module.FlashInferAttnBackend
     from sglang_dflash.srt.layers.attention import flashinfer_plans
 

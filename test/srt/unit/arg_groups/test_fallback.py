@@ -219,6 +219,7 @@ def test_ours_serves_whatever_it_can(arguments):
     "option, value, flag",
     [
         (DFlashOptions.COPY_AHEAD, "1", "--speculative-copy-ahead"),
+        (DFlashOptions.PLANS_WITHIN_BOUNDS, "1", "--speculative-plans-within-bounds"),
         (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
         (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
         (DFlashOptions.DRAFT_SAMPLED_SLOTS, "0", "--speculative-draft-sampled-slots"),
@@ -468,7 +469,8 @@ def test_nobody_else_gets_packed(arguments, words):
 def test_nothing_experimental_is_on_by_default_on_a_gpu():
     args = resolving_view(resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET))))
     assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
-    assert not DFlashOptions.COPY_AHEAD.get() and not DFlashOptions.DRAFT_PACKED.get()
+    extra = DFlashOptions.COPY_AHEAD, DFlashOptions.DRAFT_PACKED, DFlashOptions.PLANS_WITHIN_BOUNDS
+    assert not any(option.get() for option in extra)
     assert DFlashOptions.DRAFT_HEAD_DTYPE.get() == "auto"
 
 
@@ -476,6 +478,7 @@ def test_a_plain_cycle_leaves_out_what_is_extra(tmp_path, monkeypatch, caplog):
     """One option for all of it, which one line lists."""
     monkeypatch.setenv(DFlashOptions.COPY_AHEAD.variable, "1")
     monkeypatch.setenv(DFlashOptions.DRAFT_HEAD_DTYPE.variable, "fp8")
+    monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1")
     monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
     draft = write_packed(tmp_path / "draft", HYBRID_DRAFT, "FP8_DYNAMIC")
     given = dict(PACKED, model_path=str(HYBRID_TARGET), enable_linear_replayssm_spec=True)
@@ -487,10 +490,11 @@ def test_a_plain_cycle_leaves_out_what_is_extra(tmp_path, monkeypatch, caplog):
             DFlashOptions.COPY_AHEAD.get(),
             DFlashOptions.DRAFT_PACKED.get(),
             DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8",
+            DFlashOptions.PLANS_WITHIN_BOUNDS.get(),
             args.enable_linear_replayssm_spec,
         )
 
-    assert served() == (False, True, True, True, True)
+    assert served() == (False, True, True, True, True, True)
     assert "PLAIN_CYCLE" not in caplog.text
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     caplog.clear()
@@ -507,7 +511,7 @@ def test_a_plain_cycle_names_only_what_was_asked_for(monkeypatch, caplog):
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     resolve(record_of())
     [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
-    assert not [part for part in ("copies", "packed", "FP8", "ReplaySSM") if part in said]
+    assert not [part for part in ("copies", "packed", "FP8", "bounds", "ReplaySSM") if part in said]
 
 
 def test_targets_whose_embedding_is_split_are_known_in_the_launcher():

@@ -70,6 +70,7 @@ def test_impossible_settings(parser, monkeypatch, option, value):
     "flag, option",
     [
         ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD),
+        ("--speculative-plans-within-bounds", DFlashOptions.PLANS_WITHIN_BOUNDS),
         ("--speculative-dflash-strict", DFlashOptions.STRICT),
     ],
 )

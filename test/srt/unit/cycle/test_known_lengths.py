@@ -4,11 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_registry import get_spec
 from support.engine import start
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_plans import backend_class, counts, plans_blocks
+from sglang_dflash.srt.plugins import algorithm
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.lengths import (
     KnownLengthsMap,
@@ -61,6 +66,21 @@ def test_the_device_is_asked_for_what_is_not_known(relay, known):
     assert batch.seq_lens_cpu.tolist() == (known or [6, 8]) and batch.seq_lens_sum == sum(known or [6, 8])
     assert batch.spec_info.spread == ([0, 0] if known else None)
     assert relay.needs_cpu_seq_lens
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_backend_and_relay_are_sglangs_unless_bounds_are_on(monkeypatch, is_on):
+    start()
+    monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1" if is_on else "")
+    monkeypatch.setattr(ModelRegistry, "register", lambda *_, **__: None)
+    theirs = ATTENTION_BACKENDS["flashinfer"]
+    monkeypatch.setitem(ATTENTION_BACKENDS, "flashinfer", theirs)  # restored afterwards
+    algorithm.register_in_scheduler()
+    assert (ATTENTION_BACKENDS["flashinfer"] is theirs) is not is_on
+    algorithm.register()
+    pool = SimpleNamespace(req_to_token=torch.zeros(4, 9))
+    relay = get_spec(algorithm.NAME).create_future_map(torch.device("cpu"), pool)
+    assert type(relay) is (KnownLengthsMap if is_on else FutureMap)
 
 
 def test_a_cycle_in_flight_gives_bounds(relay):
@@ -124,9 +144,11 @@ def test_a_prefill_ends_at_known_lengths():
     assert prompts.ends == [7, 2, 10]
 
 
-def test_other_backends_wait_for_exact_lengths(caplog):
+def test_other_backends_wait_for_exact_lengths(monkeypatch, caplog):
     without = SimpleNamespace(needs_cpu_seq_lens=False)
     with caplog.at_level("INFO"):
+        assert not plans_within_bounds([without, without], "cuda"), "off by default"
+        monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1")
         assert plans_within_bounds([without, without], "cuda")
         assert not plans_within_bounds([without, SimpleNamespace()], "cpu")
         assert not caplog.messages
@@ -134,8 +156,8 @@ def test_other_backends_wait_for_exact_lengths(caplog):
     assert "plans with exact lengths, so each cycle waits" in caplog.text
 
 
-def test_a_plain_cycle_waits_for_exact_lengths(monkeypatch):
-    """FlashInfer's plans are then its own."""
+def test_flashinfer_waits_for_exact_lengths_unless_bounds_are_on(monkeypatch):
+    """Its plans are then its own, in a plain cycle too."""
     backend = object.__new__(backend_class())
     vars(backend).update(
         dispatch_reason=None,
@@ -143,6 +165,8 @@ def test_a_plain_cycle_waits_for_exact_lengths(monkeypatch):
         use_sliding_window_kv_pool=False,
         is_nvfp4_kvcache=False,
     )
+    assert not plans_within_bounds([backend], "cuda") and not plans_blocks(backend)
+    monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1")
     assert plans_within_bounds([backend], "cuda") and plans_blocks(backend)
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     assert not plans_within_bounds([backend], "cuda") and not plans_blocks(backend)

@@ -4,6 +4,8 @@ FlashInfer plans a forward on the host. If the host waits for exact lengths, the
 a plan is made from bounds of the lengths instead (`kv_chunks.py`). The device's own lengths decide what a
 captured kernel reads.
 
+`--speculative-plans-within-bounds` turns this on. Without it SGLang's backend and relay are as they were.
+
 This covers CUDA graphs of one wrapper. Everything else keeps FlashInfer's own plan, which waits: batches
 beyond the captured sizes, and layouts of two wrappers (sliding windows).
 """
@@ -43,11 +45,12 @@ def accepts_bounds(backend: Any) -> bool:
 
 def plans_blocks(backend: Any) -> bool:
     """Tell whether the plans of a backend's CUDA graphs are made here."""
+    if not DFlashOptions.PLANS_WITHIN_BOUNDS.get():
+        return False
     backend = getattr(backend, "full_attn_backend", backend)
     is_ours: bool = type(backend) is backend_class()
     return (
         is_ours
-        and not DFlashOptions.PLAIN_CYCLE.get()
         and backend.dispatch_reason is None
         and backend.prefill_backend == "fa2"
         and not backend.use_sliding_window_kv_pool

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, count
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
@@ -23,15 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
-    """Tell whether attention backends plan with bounds; log if one waits for a GPU."""
+    """Return whether all backends plan with bounds; log if one waits for a GPU."""
     waiting = [type(backend).__name__ for backend in backends if not accepts_bounds(backend)]
     if waiting and device != "cpu":
         logger.info(
-            "DFLASH: %s plans with exact lengths, so each cycle waits for the accept lengths of the last one "
-            "that verified drafted tokens.",
+            "DFLASH: %s plans with exact lengths, so each cycle waits for the last one's accept lengths.",
             " and ".join(waiting),
         )
-    return not waiting
+    return DFlashOptions.PLANS_WITHIN_BOUNDS.get() and not waiting
 
 
 def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
