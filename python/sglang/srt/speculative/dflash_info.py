@@ -136,8 +136,9 @@ def reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
         # What the others may need next stays free.
         if num_new + least * len(reqs) <= allocator.available_size():
             break
-    current_cpu = torch.tensor(current, dtype=torch.int32)
-    reserved_cpu = torch.tensor(reserved, dtype=torch.int32)
+    # Only a copy from pinned memory never waits for the device.
+    on_host: dict[str, Any] = {"dtype": torch.int32, "pin_memory": torch.device(batch.device).type == "cuda"}
+    current_cpu, reserved_cpu = torch.tensor(current, **on_host), torch.tensor(reserved, **on_host)
     alloc_for_spec_decode(
         batch.tree_cache,
         batch.req_to_token_pool,
