@@ -27,6 +27,9 @@ class ServedName(str):
 
     SGLang looks an algorithm up by `name.upper()`. About twenty other places, and `/server_info`, read the
     name itself. So it stays DFLASH.
+
+    ReplaySSM on GatedDeltaNet rests on this too: `_build_hybrid_req_pool` of SGLang refuses it for a name
+    whose `upper()` is DFLASH.
     """
 
     def upper(self) -> str:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import ROOT
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.servers import run_to_end
 
@@ -74,6 +75,13 @@ def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in()
     methods = {name for name in methods if inspect.isfunction(vars(SpeculativeAlgorithm)[name])}
     builtin_only = {"get_platform_worker_cls"}  # its create_worker asks for it
     assert methods - builtin_only <= set(dir(ours)) and own <= methods
+
+
+def test_sglang_asks_for_the_upper_case_of_the_name_before_it_refuses_replay():
+    """GatedDeltaNet with ReplaySSM is served because our name answers `upper()` with another one."""
+    source = inspect.getsource(KVCacheConfigurator._build_hybrid_req_pool)
+    assert '(get_spec().speculative_algorithm or "").upper()' in source
+    assert algorithm.ServedName("DFLASH").upper() not in ("DSPARK", "DFLASH")
 
 
 def test_no_target_is_listed_twice():
