@@ -60,7 +60,7 @@ def _switch(name: str, is_extra: bool = False) -> Option[bool]:
 class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 
-    # Whole blocks, SGLang's own plans, and no option that is extra.
+    # Whole blocks, no cycles at start-up, and no option that is extra.
     PLAIN_CYCLE = _switch("SGLANG_DFLASH_PLAIN_CYCLE")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD", is_extra=True)

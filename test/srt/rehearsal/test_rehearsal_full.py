@@ -163,12 +163,31 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, tmp_path):
         assert played.waits() == []
 
 
-def test_a_plain_cycle(expected):
+def test_a_plain_cycle(expected, reference):
     """SGLang's own plans, which wait for exact lengths, although bounds are on. So is the FP8 head."""
     plain = {"SGLANG_DFLASH_PLAIN_CYCLE": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
-    with expected.rehearsed(BOUNDS, DRAFT, environment=plain) as played:
+    requests = greedy_requests()
+    wanted = expected.answers(DRAFT, requests)
+    with rehearse(BOUNDS, DRAFT, NO_CACHE, environment=plain) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        assert acceptance(answers) == acceptance(wanted)
+        assert all("is compiled in a step" in problem for problem in played.problems()), "no start-up cycles"
+        assert played.problems() != [] and played.steps_without_graphs() == []
         assert played.waits() != []
         assert "speculative_plans" not in played.state(), "none is ours"
+
+
+def test_cycles_at_start_up_that_fail(expected, reference):
+    """The server says so and serves. Only kernels are compiled later."""
+    requests = greedy_requests()
+    wanted = expected.answers(DRAFT, requests)
+    with rehearse(Scene("fa3", fault="failing start-up"), DRAFT, NO_CACHE) as played:
+        assert "cycles at start-up failed" in played.server.log()
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        assert acceptance(answers) == acceptance(wanted)
+        assert played.steps_without_graphs() == []
 
 
 def test_checked_plans(reference):

@@ -18,7 +18,7 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 logger = logging.getLogger(__name__)
 
 # What a plain cycle switches off always, and the options that it switches off.
-_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths",)
+_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "cycles at start-up")
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS,

@@ -3,14 +3,16 @@
 Triton and FlashInfer compile a kernel when it is first launched. All requests would wait for it.
 """
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.runtime_context import get_disagg
+from sglang.srt.runtime_context import get_disagg, get_parallel
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
@@ -18,6 +20,8 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_r
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner
 from sglang_dflash.srt.speculative.width.measure import feasible_context, make_batch
+
+logger = logging.getLogger(__name__)
 
 _SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1)
 # Requests of the cycles: sampling parameters, whether no drafted token may be accepted, and the least length.
@@ -37,18 +41,46 @@ def runs_cycles_alone(layout: Any) -> bool:
     return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 
-@torch.no_grad()
 def warm_up(worker: Any, planner: LengthPlanner) -> None:
-    """Run cycles, greedy, capped, sampled with penalties and a least length, of every layout.
+    """Run start-up's cycles, and warn if they fail. A plain cycle does without them.
 
-    The requests' rows of SGLang's table are empty: their KV goes to SGLang's padding slot.
+    The start still ends if serving could not go on: without memory, with a device that an error has left
+    unusable, and with several ranks, where another one may wait in a collective.
 
     Args:
         worker: the `DFlashWorker`, before it serves.
         planner: plans its cycles.
     """
+    if DFlashOptions.PLAIN_CYCLE.get():
+        return
+    synchronize = torch.get_device_module(worker.device).synchronize
     penalties, observers = worker.penalties, worker.observers
     worker.observers = []
+    try:
+        _run_cycles(worker, planner)
+        synchronize()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if get_parallel().tp_size > 1:
+            raise
+        synchronize()  # raises again if the device is unusable
+        logger.warning(
+            "DFLASH: the cycles at start-up failed, so kernels are compiled while requests wait: %s: %s",
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+    finally:
+        worker.penalties, worker.observers = penalties, observers
+
+
+@torch.no_grad()
+def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
+    """Run cycles, greedy, capped, sampled with penalties and a least length, of every layout.
+
+    The requests' rows of SGLang's table are empty: their KV goes to SGLang's padding slot.
+    """
     # P-EAGLE runs the rows of the last cycle again, at positions before these.
     context = feasible_context(worker, worker.block_size)
     target_runner = worker.target_worker.model_runner
@@ -65,7 +97,6 @@ def warm_up(worker: Any, planner: LengthPlanner) -> None:
             worker.copies.look_up(batch)
             caps = np.full(bs, 0 if is_capped else worker.block_size - 1)
             worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
-    worker.penalties, worker.observers = penalties, observers
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ others come and go while the server runs, as the file named by REHEARSAL_FAULT s
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -130,4 +131,22 @@ def _forgotten_buffer() -> None:
     DFlashDraftModel.embed = lambda self, input_ids: embed(self, input_ids) * self.of_this_step
 
 
-AT_START = {"causal draft": _causal_draft, "forgotten buffer": _forgotten_buffer}
+def _failing_start_up() -> None:
+    """Let start-up's second cycle fail after its verify forward."""
+    from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
+
+    accept, calls = Acceptor.accept, itertools.count()
+
+    def accept_or_fail(self, *args, **kwargs):
+        if next(calls) == 1:
+            raise RuntimeError("a kernel does not compile")
+        return accept(self, *args, **kwargs)
+
+    Acceptor.accept = accept_or_fail
+
+
+AT_START = {
+    "causal draft": _causal_draft,
+    "forgotten buffer": _forgotten_buffer,
+    "failing start-up": _failing_start_up,
+}
