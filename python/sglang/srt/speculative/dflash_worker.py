@@ -12,6 +12,7 @@ accepted, n + a + 1 tokens are committed. The draft's KV for n..n+a comes from t
 step's verify."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,12 @@ from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
 from sglang_dflash.srt.speculative.parallel import arrivals, as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
-from sglang_dflash.srt.speculative.warm_up import prewarm_probabilistic_step, runs_cycles_alone, warm_up
+from sglang_dflash.srt.speculative.warm_up import (
+    prewarm_probabilistic_step,
+    runs_cycles_alone,
+    sampling_headroom,
+    warm_up,
+)
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner, WholeBlocks
 from sglang_dflash.srt.speculative.width.measure import make_planner
@@ -168,6 +174,11 @@ class DFlashWorker(BaseSpecWorker):
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
             with as_draft(self.draft_parallel_layout):
                 prewarm_probabilistic_step(self.drafter.draw, target_runner, self.block_size)
+        # SGLang sizes the KV pool next, and leaves this room. 0.5.22 does not.
+        if hasattr(result, "sampling_headroom_bytes") and target_runner.token_to_kv_pool.post_capture_active:
+            with as_draft(self.draft_parallel_layout):
+                result = replace(result, sampling_headroom_bytes=sampling_headroom(self))
+            target_runner.sampling_prewarm_result = result
         if target_runner.req_to_token_pool.req_to_token.is_cuda and runs_cycles_alone(
             self.draft_parallel_layout
         ):

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
 from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
-from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows, target_probs
+from sglang_dflash.srt.speculative.acceptance.target_sampling import (
+    SamplingMasks,
+    draw_target_tokens,
+    slices_of_rows,
+    target_probs,
+)
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner
 from sglang_dflash.srt.speculative.width.measure import feasible_context, make_batch
@@ -99,6 +105,45 @@ def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
             worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
 
 
+def _sampled_requests(bs: int, vocab_size: int, device: Any) -> SamplingBatchInfo:
+    """Return bs sampled requests with every filter."""
+    return SamplingBatchInfo(
+        temperatures=torch.ones(bs, 1, device=device),
+        top_ps=torch.full((bs,), 0.9, device=device),
+        top_ks=torch.full((bs,), 50, dtype=torch.int32, device=device),
+        min_ps=torch.zeros(bs, device=device),
+        is_all_greedy=False,
+        is_any_greedy=False,
+        need_top_k_sampling=True,
+        need_top_p_sampling=True,
+        need_min_p_sampling=True,
+        vocab_size=vocab_size,
+        device=device,
+    )
+
+
+@torch.no_grad()
+def sampling_headroom(worker: Any) -> int:
+    """Return the peak bytes of a sampled step of all requests, its logits included.
+
+    The step has zeros in place of the two models' outputs. Runs on CUDA.
+    """
+    runner, block_size = worker.target_worker.model_runner, worker.block_size
+    bs, vocab_size, device = runner.max_running_requests, runner.model_config.vocab_size, runner.device
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    info = _sampled_requests(bs, vocab_size, device)
+    logits = torch.zeros(bs * block_size, vocab_size, device=device)
+    if worker.acceptor.can_draw:
+        prewarm_probabilistic_step(worker.drafter.draw, runner, block_size)
+    positions = torch.zeros(bs, block_size, dtype=torch.int64, device=device)
+    layout, masks = whole_blocks(bs, block_size), SamplingMasks(info, block_size)
+    draw_target_tokens(logits, info, positions, layout, runner.sampler, masks)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 @torch.no_grad()
 def prewarm_probabilistic_step(
     draw: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs]],
@@ -118,17 +163,7 @@ def prewarm_probabilistic_step(
     bs, device = target_runner.max_running_requests, target_runner.device
     config = target_runner.model_config
     vocab_size = config.vocab_size
-    info = SimpleNamespace(
-        temperatures=torch.ones(bs, 1, device=device),
-        top_ps=torch.full((bs,), 0.9, device=device),
-        top_ks=torch.full((bs,), 50, dtype=torch.int32, device=device),
-        min_ps=torch.zeros(bs, device=device),
-        sampling_seed=None,
-        need_top_k_sampling=True,
-        need_top_p_sampling=True,
-        need_min_p_sampling=True,
-        max_top_k=None,
-    )
+    info = _sampled_requests(bs, vocab_size, device)
     hidden = torch.zeros(bs, block_size - 1, config.hidden_size, dtype=config.dtype, device=device)
     anchors = torch.zeros(bs, dtype=torch.int64, device=device)
     drafted, draft = draw(hidden, anchors, info)

@@ -82,6 +82,38 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     assert GIGABYTE / 20 < peak.bytes < GIGABYTE, f"{peak.bytes / GIGABYTE:.2f} GB"
 
 
+@pytest.mark.parametrize("can_draw", [False, True])
+def test_the_room_that_sglang_leaves_for_a_sampled_step(can_draw, draft, monkeypatch):
+    """The peak of all requests that may run, whose logits are not in a graph."""
+    drawn = []
+
+    def sampler(output, info, **_):
+        drawn.append(len(info.temperatures))
+        return torch.softmax(output.next_token_logits, dim=-1).argmax(dim=-1)
+
+    config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
+    runner = SimpleNamespace(
+        max_running_requests=BS, device=torch.device("meta"), model_config=config, sampler=sampler
+    )
+    worker = SimpleNamespace(
+        block_size=WIDTH,
+        acceptor=SimpleNamespace(can_draw=can_draw),
+        drafter=SimpleNamespace(
+            draw=lambda hidden, _, info: draw_drafts(draft, hidden, info, DraftSampling())
+        ),
+        target_worker=SimpleNamespace(model_runner=runner),
+    )
+    with Peak() as peak:
+        for name in ("synchronize", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak.bytes)
+        found = warm_up.sampling_headroom(worker)
+    logits = BS * WIDTH * VOCABULARY * 4
+    assert drawn == [BS * WIDTH]
+    assert 2 * logits <= found < 3 * logits + GIGABYTE
+
+
 def test_start_up_allocates_as_much_as_a_step(draft):
     """A step needs no more memory than start-up allocated."""
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
