@@ -270,6 +270,7 @@ def fallback_rules() -> str:
         "DRAFT_SAMPLED_SLOTS": 1,
         "DRAFT_HEAD_DTYPE": "fp8",
         "PLANS_WITHIN_BOUNDS": 1,
+        "SIMULATE_ACC_LENS": "4,2",
     }
     environment = {getattr(DFlashOptions, name).variable: str(value) for name, value in requested.items()}
     with patch.dict(os.environ, environment):

@@ -98,6 +98,14 @@ class DFlashOptions:
     CPU_LAYERS = _switch("SGLANG_DFLASH_CPU_LAYERS")
     # Compare FlashInfer's chunk counts with the device's lengths; a difference ends the server.
     CHECK_PLANS = _switch("SGLANG_DFLASH_CHECK_PLANS")
+    # For benchmarks: mean accept lengths to simulate, the bonus token included, of the rows of the request
+    # table in turn.
+    SIMULATE_ACC_LENS: Option[tuple[float, ...]] = Option(
+        "SGLANG_DFLASH_SIMULATE_ACC_LENS",
+        (),
+        lambda text: tuple(map(float, text.split(","))),
+        "numbers separated by commas",
+    )
     # SGLang's built-in DFLASH serves: from the main process to its children, which report it.
     FALLBACK = _switch("SGLANG_DFLASH_FALLBACK")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.

@@ -36,7 +36,7 @@ def make_acceptor(
     """
     lengths, tokens = (torch.zeros(REQUEST_ROWS, dtype=torch.int64) for _ in range(2))
     defaults = {
-        "is_simulated": False,
+        "simulation": None,
         "metrics": None,
         "longest": NO_LIMIT,
         "relay": SimpleNamespace(new_seq_lens=lengths, output_tokens=tokens),

@@ -127,6 +127,7 @@ def _forbidding_options() -> list[str]:
         ("--speculative-draft-sampled-slots", DFlashOptions.DRAFT_SAMPLED_SLOTS),
         ("--speculative-draft-head-dtype", DFlashOptions.DRAFT_HEAD_DTYPE),
         ("--speculative-plans-within-bounds", DFlashOptions.PLANS_WITHIN_BOUNDS),
+        (DFlashOptions.SIMULATE_ACC_LENS.variable, DFlashOptions.SIMULATE_ACC_LENS),
     )
     return [
         f"it lacks {flag}, which was requested"

@@ -194,8 +194,8 @@ def _reason_against_adaptive(args: Any, is_recurrent: bool) -> str | None:
         return "not supported with DP attention, where each rank would choose its own width"
     if (args.enable_lora or args.lora_paths) and args.device != "cpu":
         return "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width"
-    if simulates_acceptance():
-        return "not supported with SGLANG_SIMULATE_ACC_LEN: it would learn from made-up accept lengths"
+    if simulates_one_length():
+        return "not supported with SGLANG_SIMULATE_ACC_LEN, which accepts equally much of all requests"
     return None
 
 
@@ -210,8 +210,25 @@ def _reason_against_default(args: Any, block_size: int) -> str | None:
     return None
 
 
-def simulates_acceptance() -> bool:
+def simulates_one_length() -> bool:
     return float(os.environ.get("SGLANG_SIMULATE_ACC_LEN") or -1) > 0
+
+
+def check_simulated_lens(block_size: int) -> None:
+    """Raise ValueError if accept lengths by request are requested and cannot be simulated."""
+    option = DFlashOptions.SIMULATE_ACC_LENS
+    means = option.get()
+    if not means:
+        return
+    if simulates_one_length():
+        raise ValueError(f"{option.variable} and SGLANG_SIMULATE_ACC_LEN exclude each other: set one.")
+    if os.environ.get("SGLANG_SIMULATE_ACC_TOKEN_MODE", "fixed") != "fixed":
+        raise ValueError(f"{option.variable} accepts a fixed token: SGLANG_SIMULATE_ACC_TOKEN_MODE=fixed.")
+    if not all(1 <= mean <= block_size for mean in means):
+        raise ValueError(
+            f"{option.variable} must be from 1, the bonus token, to {block_size}, the whole block, got "
+            f"{','.join(map(str, means))}."
+        )
 
 
 def resolve_plain_cycle(args: Any) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from sglang_dflash.srt.arg_groups import draft_files
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
+    check_simulated_lens,
     resolve_adaptive,
     resolve_plain_cycle,
-    simulates_acceptance,
+    simulates_one_length,
 )
 from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
 from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding
@@ -123,6 +124,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
+    check_simulated_lens(block_size)
     check_copy_ahead(block_size)
     is_recurrent = mambaish_config(target_model) is not None
     if is_recurrent:
@@ -243,8 +245,8 @@ def check_copy_ahead(block_size: int) -> None:
     problem = None
     if block_size == 1:
         problem = "has no place to copy to: a block of 1 is the anchor alone"
-    elif simulates_acceptance():
-        problem = "would learn from the made-up accept lengths of SGLANG_SIMULATE_ACC_LEN"
+    elif simulates_one_length() or DFlashOptions.SIMULATE_ACC_LENS.get():
+        problem = "would learn from made-up tokens: accept lengths are simulated"
     if problem is not None:
         raise ValueError(f"--speculative-copy-ahead {problem}.")
 

@@ -1,12 +1,14 @@
 """The acceptor passes on what the rules and SGLang's sampler need, each to its own request and slot."""
 
+import functools
+from collections import Counter
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.managers import overlap_utils
 from sglang.srt.speculative import spec_utils
@@ -14,12 +16,15 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from support.acceptors import OneRank, accept, make_acceptor
 from support.decisions import accepted_blocks, decide
+from support.rehearsal import launches
 from support.sampling_parameters import VOCABULARY, sampling_info
 
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
 from sglang_dflash.srt.speculative.acceptance.acceptor import make_relay
 from sglang_dflash.srt.speculative.acceptance.rejection import RULES, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.simulation import LengthForAll, LengthsByRequest
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
@@ -250,18 +255,70 @@ def test_the_scheduler_reads_what_acceptance_wrote(is_adopted, monkeypatch):
     assert relay.new_seq_lens_buf[rows].tolist() == [4, 5]
 
 
+SIMULATIONS = {
+    "one length": LengthForAll(WIDTH, "match-expected", False),
+    "by request": LengthsByRequest((WIDTH,), 9, WIDTH, "cpu"),
+}
+
+
 @pytest.mark.parametrize("is_drawn", [False, True])
-def test_simulated_blocks_end_no_request(is_drawn):
+@pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
+def test_simulated_blocks_end_no_request(is_drawn, simulation):
     """Random weights may give any logits, which would end requests as broken."""
-    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], is_simulated=True)
+    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], simulation=simulation)
     block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
     request = SAMPLED if is_drawn else GREEDY
     batch, cycle = batch_of(request, request), cycle_of(whole_blocks(2, WIDTH))
-    with envs.SGLANG_SIMULATE_ACC_LEN.override(3.0):
-        accepted = accept(acceptor, batch, cycle, block if is_drawn else DraftBlock(block.tokens), logits)
-    assert accepted.accept_len.tolist() == [2, 2]
+    accepted = accept(acceptor, batch, cycle, block if is_drawn else DraftBlock(block.tokens), logits)
+    assert accepted.accept_len.tolist() == [WIDTH - 1, WIDTH - 1]
     assert torch.equal(accepted.reported, accepted.tokens)
     assert torch.equal(decide(accepted.accept_len, accepted.tokens).bonus, accepted.bonus)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
+def test_simulated_lengths_are_cut_at_what_is_verified_and_at_caps(is_drawn, simulation):
+    rows, caps = VerifyLayout(3, WIDTH, np.array([1, 3, 3])), np.array([3, 3, 2])
+    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], simulation=simulation)
+    block = drawn_evenly(3) if is_drawn else DraftBlock(drawn_evenly(3).tokens)
+    batch = batch_of(*[SAMPLED if is_drawn else GREEDY] * 3)
+    logits = torch.randn(rows.num_rows, VOCABULARY)
+    accepted = accept(acceptor, batch, cycle_of(rows), block, logits, caps)
+    assert accepted.accept_len.tolist() == [1, 3, 2]
+    assert accepted.committed.tolist() == [12, 24, 33]
+
+
+def launches_of(simulation: Any, rows: VerifyLayout, monkeypatch) -> Counter[str]:
+    """Return the operations of a greedy acceptance after the first one, `accept_blocks` as one."""
+    decided = AcceptedBlocks(*torch.zeros(6, rows.bs, 1, dtype=torch.int64))
+    operations = launches._Operations()
+
+    def accept_blocks(*_):
+        operations.seen["accept_blocks"] += 1
+        return decided
+
+    monkeypatch.setattr(acceptor_module, "accept_blocks", accept_blocks)
+    acceptor = make_acceptor(Sampler(), simulation=simulation)
+    block, batch = DraftBlock(drawn_evenly(rows.bs).tokens), batch_of(*[GREEDY] * rows.bs)
+    for _ in range(2):
+        cycle, logits = cycle_of(rows), torch.randn(rows.num_rows, VOCABULARY)
+        operations.seen.clear()
+        with operations:
+            accept(acceptor, batch, cycle, block, logits)
+    return Counter(name.split(" <- ")[0] for name in operations.seen.elements())
+
+
+def test_simulated_cycles_launch_what_real_ones_do(monkeypatch):
+    """Lengths by request add a read of their table. Nothing is launched that is thrown away."""
+    count = functools.partial(launches_of, monkeypatch=monkeypatch)
+    whole, ragged = whole_blocks(2, WIDTH), VerifyLayout(2, WIDTH, np.array([1, 3]))
+    real, of_ragged = count(None, whole), count(None, ragged)
+    assert real["accept_blocks"] == 1 and real["max"] == 1 and not of_ragged <= real
+    read = Counter(["index_select"])
+    assert count(SIMULATIONS["one length"], whole) == real
+    assert count(SIMULATIONS["by request"], whole) == real + read
+    compared = Counter(["eq", "cumprod", "sum"])
+    assert count(SIMULATIONS["by request"], ragged) == of_ragged - compared + read
 
 
 def masks_of(rows: list[int], captured: list[int] | None = None) -> SamplingMasks:

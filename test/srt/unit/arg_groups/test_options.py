@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.srt.arg_groups.options import add_flags, resolve_adaptive
+from sglang_dflash.srt.arg_groups.options import add_flags, check_simulated_lens, resolve_adaptive
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
@@ -90,9 +90,42 @@ def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
     check_copy_ahead(block_size=2)
     with pytest.raises(ValueError, match="no place to copy to"):
         check_copy_ahead(block_size=1)
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3.5")
-    with pytest.raises(ValueError, match="made-up accept lengths"):
-        check_copy_ahead(block_size=2)
+    for variable in ("SGLANG_SIMULATE_ACC_LEN", DFlashOptions.SIMULATE_ACC_LENS.variable):
+        with monkeypatch.context() as context:
+            context.setenv(variable, "3.5")
+            with pytest.raises(ValueError, match="made-up tokens"):
+                check_copy_ahead(block_size=8)
+
+
+@pytest.mark.parametrize(
+    "means, environment, words",
+    [
+        ("8.2,4.2", {"SGLANG_SIMULATE_ACC_LEN": "4"}, "exclude each other"),
+        ("8.2,4.2", {"SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}, "fixed token"),
+        ("8.2,0.9", {}, "from 1, .* to 16, .* got 8.2,0.9"),
+        ("16.1", {}, "to 16, the whole block, got 16.1"),
+        ("nan", {}, "got nan"),
+        ("8.2;4.2", {}, "numbers separated by commas, got '8.2;4.2'"),
+        ("8.2,", {}, "numbers separated by commas"),
+    ],
+)
+def test_lengths_that_cannot_be_simulated_are_refused(monkeypatch, means, environment, words):
+    variable = DFlashOptions.SIMULATE_ACC_LENS.variable
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    check_simulated_lens(block_size=16)  # nobody asked
+    monkeypatch.setenv(variable, means)
+    with pytest.raises(ValueError, match=f"{variable} .*{words}"):
+        check_simulated_lens(block_size=16)
+    for name in environment:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(variable, "16,1,4.2")
+    check_simulated_lens(block_size=16)
+
+
+def test_adaptive_width_learns_from_lengths_by_request(parser, monkeypatch):
+    monkeypatch.setenv(DFlashOptions.SIMULATE_ACC_LENS.variable, "4,2")
+    assert is_adaptive() and is_adaptive(is_requested=True)
 
 
 def test_a_config_file_turns_copies_on(parser, monkeypatch, tmp_path):
@@ -167,7 +200,7 @@ def test_where_it_is_not_the_default_the_log_says_why(
         ({"enable_linear_replayssm_spec": True}, True, "", "ReplaySSM"),
         ({"device": "cuda", "enable_lora": True}, False, "", "with LoRA on a GPU"),
         ({"device": "cuda", "lora_paths": ["a=b"]}, False, "", "with LoRA on a GPU"),
-        ({}, False, "3.5", "made-up accept lengths"),
+        ({}, False, "3.5", "equally much of all requests"),
     ],
 )
 def test_if_it_is_impossible_a_warning_says_so(

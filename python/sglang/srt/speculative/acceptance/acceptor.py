@@ -1,16 +1,13 @@
 """Decide which drafted tokens of verified blocks become output."""
 
-import logging
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.environ import envs
 from sglang.srt.managers import overlap_utils
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
 
 from sglang_dflash.kernels.ops.speculative.accept import (
     AcceptedBlocks,
@@ -20,6 +17,7 @@ from sglang_dflash.kernels.ops.speculative.accept import (
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.simulation import Simulation, constant, simulation_of_server
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     SamplingMasks,
     draw_target_tokens,
@@ -30,8 +28,6 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS
 from sglang_dflash.srt.speculative.cycle.prompts import on_device
-
-logger = logging.getLogger(__name__)
 
 
 def make_relay(num_rows: int, device: Any) -> Any:
@@ -52,27 +48,13 @@ def make_relay(num_rows: int, device: Any) -> Any:
     return relay
 
 
-# The id that every other SGLang worker writes if no real token is requested.
-FIXED_TOKEN_ID = 100
-
-
-def simulate_acceptance(tokens: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one accept length for all requests, as SGLang's SGLANG_SIMULATE_ACC_ variables say.
-
-    Args:
-        tokens: [bs, B] int64, the target's tokens.
-        block: [bs, B] int64, the drafted block.
-
-    Returns:
-        Accepted drafted tokens [bs] int32, and output tokens [bs, B] int64.
-    """
-    average, method = envs.SGLANG_SIMULATE_ACC_LEN.get(), envs.SGLANG_SIMULATE_ACC_METHOD.get()
-    commit = sample_simulated_acc_len(average, method, block.shape[1])
-    if envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token":
-        tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
-    else:
-        tokens = torch.full_like(tokens, FIXED_TOKEN_ID)
-    return tokens.new_full((len(tokens),), commit - 1, dtype=torch.int32), tokens
+def cut(accept_len: torch.Tensor, layout: VerifyLayout, caps: np.ndarray) -> torch.Tensor:
+    """Cut accept lengths [bs] int32 at what each request verifies, and at its cap."""
+    if not layout.is_rectangle:
+        accept_len = accept_len.minimum(layout.max_accept)
+    if (caps < layout.num_draft_tokens).any():
+        accept_len = accept_len.minimum(on_device(caps, torch.int32, accept_len.device))
+    return accept_len
 
 
 class Acceptor:
@@ -87,7 +69,7 @@ class Acceptor:
             request with "NaN happened".
         tp_sync: SGLang's synchronisation of the ranks that must choose the same tokens.
         rule: for drawn drafts. None: no drafts are drawn.
-        is_simulated: whether `simulate_acceptance` replaces all decisions, for benchmarks.
+        simulation: replaces all decisions, for benchmarks. None: decisions are real.
         metrics: counts batches that cannot be drawn.
         longest: the most tokens of a text, see `accept_blocks`.
         relay: of `make_relay`, takes lengths and bonus tokens for the next step.
@@ -102,34 +84,29 @@ class Acceptor:
         vocab_size: int,
         tp_sync: SpecTpSync,
         rule: RejectionRule | None,
-        is_simulated: bool,
+        simulation: Simulation | None,
         metrics: DFlashMetrics,
         longest: int,
         relay: Any,
     ):
         self._metrics, self._longest, self._relay = metrics, longest, relay
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
-        self.can_draw, self._rule, self._is_simulated = rule is not None, rule, is_simulated
+        self.can_draw, self._rule, self._simulation = rule is not None, rule, simulation
 
     @classmethod
     def for_server(cls, target_runner: Any, tp_sync: SpecTpSync, metrics: DFlashMetrics) -> "Acceptor":
         """Make the acceptor that the server's options ask for, once the request table exists."""
-        config, simulated_length = target_runner.model_config, envs.SGLANG_SIMULATE_ACC_LEN.get()
-        if simulated_length > 0:
-            logger.warning(
-                "SGLANG_SIMULATE_ACC_LEN=%s: accept lengths are simulated, and the output is not the "
-                "target's.",
-                simulated_length,
-            )
+        config, spec, device = target_runner.model_config, get_spec(), target_runner.device
+        num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         return cls(
             target_runner.sampler,
             config.vocab_size,
             tp_sync,
-            rejection_rule(get_spec()),
-            simulated_length > 0,
+            rejection_rule(spec),
+            simulation_of_server(num_rows, spec.speculative_num_draft_tokens, device),
             metrics,
             config.context_len,
-            make_relay(target_runner.req_to_token_pool.req_to_token.shape[0], target_runner.device),
+            make_relay(num_rows, device),
         )
 
     def draws_drafts(self, sampling_info: Any, is_capped: bool = False) -> bool:
@@ -196,17 +173,15 @@ class Acceptor:
             )
             greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
             tokens = self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens)
-            is_capped = bool((caps < layout.num_draft_tokens).any())
-            if layout.is_rectangle and not is_capped and not self._is_simulated:
+        if self._simulation is not None:
+            accept_len, tokens = self._simulation.decide(batch.req_pool_indices, tokens, block.tokens)
+            accept_len = cut(accept_len, layout, caps)
+            # Random weights may give any logits.
+            max_logits = constant(tuple(max_logits.shape), 0.0, max_logits.dtype, max_logits.device)
+        elif block.probs is None:
+            if layout.is_rectangle and not (caps < layout.num_draft_tokens).any():
                 return accept_blocks(None, tokens, max_logits, *rest, block.tokens)
-            accept_len = accept_matching_prefix(block.tokens, tokens)
-            if not layout.is_rectangle:
-                accept_len = accept_len.minimum(layout.max_accept)
-            if is_capped:
-                accept_len = accept_len.minimum(on_device(caps, torch.int32, logits.device))
-        if self._is_simulated:
-            accept_len, tokens = simulate_acceptance(tokens, block.tokens)
-            max_logits = torch.zeros_like(max_logits)  # random weights may give any logits
+            accept_len = cut(accept_matching_prefix(block.tokens, tokens), layout, caps)
         return accept_blocks(accept_len, tokens, max_logits, *rest)
 
     def _reject(
