@@ -118,12 +118,23 @@ def serve(
     command = [*launcher, "--port", str(port), *map(str, arguments)]
     with tempfile.NamedTemporaryFile("wb", suffix=".log", prefix="sglang-", delete=False) as log:
         process = (start or functools.partial(start_cold, python=python))(command, env or {}, log)
-    server = Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name))
+    with ready(
+        Server(url=f"http://127.0.0.1:{port}", process=process, log_path=Path(log.name)), timeout
+    ) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def ready(server: Server, timeout: float = START_TIMEOUT_S) -> Iterator[Server]:
+    """Wait until a started server answers; end it, and delete its log, when the block ends.
+
+    Raises ServerDied if the server never gets ready.
+    """
     try:
         _wait_until_ready(server, timeout)
         yield server
     finally:
-        stop(process)
+        stop(server.process)
         server.log_path.unlink()
 
 

@@ -1,27 +1,68 @@
-"""Compiled kernels in pieces of one archive. On the next machine: `cat caches-*.bin | tar -xJ -C ~`."""
+"""Carry compiled kernels from one GPU machine to the next.
 
+    python3 benchmark/gpu/caches.py save FOLDER      # on the old machine, at the end
+    python3 benchmark/gpu/caches.py load FOLDER      # on the new one, before the first server
+
+FOLDER gets pieces of one archive, as machines limit the size of a file. Only Python itself is imported.
+"""
+
+import importlib.util
 import io
 import lzma
+import shutil
+import sys
 import tarfile
 from pathlib import Path
 
-from gpu.measure import Session
-
 # Of FlashInfer, SGLang, its just-in-time compiler and Triton.
 CACHES = (".cache/flashinfer", ".cache/sglang", ".cache/tvm-ffi", ".triton/cache")
-PIECE_BYTES = 16 << 20  # machines limit the size of a file
+PIECE_BYTES, MOST_PIECES = 15 << 20, 4
 
 
-def save(session: Session, home: Path) -> dict:
-    """Write the caches that exist below `home` to the folder of the figures."""
+def save(folder: Path, home: Path) -> int:
+    """Write the caches that exist below `home`; return the number of pieces.
+
+    Raises ValueError if they are more than MOST_PIECES: what does not come back whole is of no use.
+    """
     archive = io.BytesIO()
     with lzma.open(archive, "wb", preset=1) as packed, tarfile.open(fileobj=packed, mode="w|") as out:
-        found = [name for name in CACHES if (home / name).is_dir()]
-        for name in found:
-            out.add(home / name, name)
-    data, folder = archive.getvalue(), session.figures.folder / "caches"
-    folder.mkdir(exist_ok=True)
+        for name in CACHES:
+            if (home / name).is_dir():
+                out.add(home / name, name)
+    data = archive.getvalue()
     starts = range(0, len(data), PIECE_BYTES)
+    if len(starts) > MOST_PIECES:
+        raise ValueError(f"{len(data) / 1e6:.0f} MB of caches are more than {MOST_PIECES} pieces")
+    folder.mkdir(parents=True, exist_ok=True)
     for number, start in enumerate(starts):
         (folder / f"caches-{number:02d}.bin").write_bytes(data[start : start + PIECE_BYTES])
-    return {"caches": found, "megabytes": len(data) / 1e6, "pieces": len(starts)}
+    return len(starts)
+
+
+def load(folder: Path, home: Path) -> int:
+    """Extract the pieces in `folder` below `home`; return the number of FlashInfer's libraries put in place.
+
+    FlashInfer asks ninja about a library in its cache, and ninja finds the sources newer. A library under the
+    package's `data/aot/NAME/NAME.so` is loaded before ninja is asked (`flashinfer/jit/env.py`).
+    """
+    data = b"".join(piece.read_bytes() for piece in sorted(folder.glob("caches-*.bin")))
+    with tarfile.open(fileobj=io.BytesIO(lzma.decompress(data))) as packed:
+        packed.extractall(home, filter="data")
+    package = importlib.util.find_spec("flashinfer")
+    if package is None or not package.submodule_search_locations:
+        return 0
+    aot, placed = Path(package.submodule_search_locations[0]) / "data" / "aot", 0
+    for library in (home / ".cache/flashinfer").glob("**/cached_ops/*/*.so"):
+        if library.stem == library.parent.name:
+            (aot / library.stem).mkdir(parents=True, exist_ok=True)
+            shutil.copy2(library, aot / library.stem / library.name)
+            placed += 1
+    return placed
+
+
+if __name__ == "__main__":
+    action = {"save": save, "load": load}[sys.argv[1]]
+    try:
+        print(f"{sys.argv[1]}: {action(Path(sys.argv[2]), Path.home())}")
+    except (ValueError, OSError, lzma.LZMAError, tarfile.TarError) as error:
+        sys.exit(f"{sys.argv[1]}: {error}")

@@ -1,6 +1,12 @@
-"""Checks: answers against the target's own, sampled answers against its distribution, tests marked gpu."""
+"""Checks: answers against the target's own, sampled answers against its distribution, tests marked gpu.
+
+    python benchmark/gpu/checks.py
+
+records the bundled targets' answers anew, with servers on a CPU, in answers.json beside this file.
+"""
 
 import contextlib
+import json
 import math
 import re
 import signal
@@ -9,10 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu.limit import OutOfTime
-from gpu.measure import Session, broken
-from gpu.servers import CONTEXT_LENGTH
-from serving import text_prompts
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
+
+from gpu.limit import OutOfTime  # noqa: E402
+from gpu.measure import Session, broken  # noqa: E402
+from gpu.servers import CONTEXT_LENGTH  # noqa: E402
+from serving import HYBRID_TARGET, TARGET, Server, serve, text_prompts  # noqa: E402
+
+ANSWERS = Path(__file__).with_name("answers.json")
 
 # Two ways of batching the same bf16 sums may round differently in every layer. The bundled target's logits
 # are 1/16 apart in bf16. Up to four such steps between its best two tokens is a near-tie, as in the tests.
@@ -35,27 +45,27 @@ def requests() -> list[dict]:
     return [{"text": t, "sampling_params": {"temperature": 0, **more}} for t, more in zip(texts, length)]
 
 
-def record_answers(session: Session) -> dict:
-    """Return the target's own "answers": ids and, at each, the gap of its best two in log probability."""
+def record_answers(server: Server) -> list[dict]:
+    """Return the target's own answers: ids and, at each, the gap of its best two in log probability."""
     asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests()]
-    answers = session.server.generate_many(asked, len(asked))
+    answers = server.generate_many(asked, len(asked))
     found = []
     for answer in answers:
         tops = answer["meta_info"]["output_top_logprobs"]
-        gaps = [round(best[0] - second[0], 4) for best, second, *_ in tops]
+        gaps = [round(best[0] - second[0], 3) for best, second, *_ in tops]
         found.append({"ids": answer["output_ids"], "gaps": gaps})
-    return {"answers": found}
+    return found
 
 
 def check_answers(session: Session, target: str, least: float, is_sampled: bool = False) -> dict:
-    """Compare a server's answers with those of `target`, a figure's name.
+    """Compare a server's answers with those of a bundled target, recorded on a CPU.
 
     least: the accept length of the texts, below which a draft reads the wrong rows. is_sampled: check sampled
     answers too. Returns `compare`'s entries, "accept_length", and "sigmas" of the sampled ones.
     """
     asked = requests()
     answers = session.server.generate_many(asked, len(asked))
-    found = compare([answer["output_ids"] for answer in answers], session.figures.result(target)["answers"])
+    found = compare([answer["output_ids"] for answer in answers], json.loads(ANSWERS.read_text())[target])
     texts = [answer["meta_info"] for answer in answers[:TEXTS]]
     # The first token of an answer comes from its prompt's own forward.
     drafted = sum(info["completion_tokens"] - 1 for info in texts)
@@ -140,3 +150,18 @@ def read_report(output: str) -> dict:
     counts = {word: re.search(rf"(\d+) {word}", output) for word in ("passed", "skipped")}
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return {word: int(found[1]) if found else 0 for word, found in counts.items()} | {"problems": failed}
+
+
+def main() -> None:
+    found = {}
+    for target in (TARGET, HYBRID_TARGET):
+        with serve("--model-path", target, env={"SGLANG_DFLASH_CPU_LAYERS": "0"}) as server:
+            found[target.name] = record_answers(server)
+    rows = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in found.items()
+    ]
+    ANSWERS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

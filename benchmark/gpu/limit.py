@@ -7,6 +7,8 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+A_DAY = 86_400.0  # a timer takes no infinity
+
 
 class OutOfTime(BaseException):
     """Raised in the main thread at a limit. Not an Exception, so error handlers let it pass."""
@@ -34,7 +36,7 @@ class TimeLimit:
         """Raise OutOfTime in the block after `seconds`, at the call's own limit, or when told to end."""
         for number in (signal.SIGALRM, signal.SIGTERM):
             signal.signal(number, self._ring)
-        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(seconds, self.left())))
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, min(seconds, self.left(), A_DAY)))
         try:
             yield
         finally:

@@ -9,15 +9,17 @@ import statistics
 import threading
 import time
 import urllib.error
-from collections.abc import Iterator, Sequence
+import urllib.request
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpu import trace
+from gpu import held, trace
 from gpu.limit import TimeLimit
-from gpu.servers import ACCEPT_LENGTH, BUILT_IN_DFLASH, NO_SPECULATION, ServerSpec
+from gpu.servers import ACCEPT_LENGTH, NO_SPECULATION, ServerSpec
 from gpu.state import Figures
-from serving import Server, serve, start_cold
+from serving import Server, ready, serve, start_cold
 
 START_TIMEOUT_S = 480  # kernels are compiled on their first use
 # A simulated accept length holds on average, and a request's last block is cut at its end.
@@ -25,6 +27,7 @@ ACCEPT_LENGTH_SLACK = 0.2
 REPEATS = 2  # of a pair of short and long answers
 PROFILED_STEPS = 30
 PROFILED_TOKENS = 4096
+STREAM_INTERVAL = 32  # tokens a chunk: each chunk holds all ids so far
 LOG_END = 6000  # characters of a server's log that an error carries
 OUR_WORKER = "sglang-dflash DFlashWorker with "  # in the log, when this plugin's worker is built
 # A short request of each kind compiles what it needs before anything is timed.
@@ -35,9 +38,6 @@ KINDS = {
     "penalised": {"sampling_params": GREEDY | {"frequency_penalty": 0.6, "presence_penalty": 0.3}},
     "biased": {"sampling_params": GREEDY | {"logit_bias": {"13": 1.5}}},
     "with log probabilities": {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2},
-}
-# These need a tokenizer.
-TEXT_KINDS = {
     "with a grammar": {"sampling_params": GREEDY | {"regex": "[a-z ]{8,48}"}},
     "with a least length": {"sampling_params": GREEDY | {"min_new_tokens": 8}},
 }
@@ -47,20 +47,35 @@ TEXT_KINDS = {
 class Sizes:
     """Sizes of a GPU run, or of its rehearsal on a CPU.
 
-    new_tokens: of the short and the long answers, whose difference is measured.
+    new_tokens: of the short and the long answers, whose difference is measured. context: tokens of a prompt.
+    mixed_context, mixed_tokens: of a prompt and at most of an answer in a mixed load. settle, window: seconds
+    before its figure, and of it.
     """
 
     is_rehearsal: bool = False
     new_tokens: tuple[int, int] = (64, 448)
-    most_requests: int = 48
-    context: int = 1024  # tokens of a prompt
+    most_requests: int = 96
+    context: int = 1024
+    mixed_context: int = 512
+    mixed_tokens: int = 4000
+    settle: float = 2.0
+    window: float = 4.0
 
     def requests(self, wanted: int) -> int:
         return min(wanted, self.most_requests)
 
 
 GPU_SIZES = Sizes()
-REHEARSAL_SIZES = Sizes(is_rehearsal=True, new_tokens=(8, 96), most_requests=3, context=16)
+REHEARSAL_SIZES = Sizes(
+    is_rehearsal=True,
+    new_tokens=(8, 96),
+    most_requests=3,
+    context=16,
+    mixed_context=16,
+    mixed_tokens=2000,
+    settle=0.3,
+    window=0.7,
+)
 
 
 @dataclass(frozen=True)
@@ -77,15 +92,25 @@ class Session:
 
 
 @contextlib.contextmanager
-def running(spec: ServerSpec, limit: TimeLimit) -> Iterator[Server]:
-    """Run the server; raise RuntimeError for an error or a wrong variant."""
+def running(spec: ServerSpec, limit: TimeLimit, begun: Callable[[], None]) -> Iterator[Server]:
+    """Run the server, the one that is held if it is this one.
+
+    begun: called when it has been started or released. Raises RuntimeError for an error or a wrong variant.
+    """
 
     def start(command: Sequence[str], env: dict[str, str], log) -> object:
         process = start_cold(command, env, log)
         limit.guard(process)
+        begun()
         return process
 
-    with serve(*spec.arguments, env=spec.environment, timeout=START_TIMEOUT_S, start=start) as server:
+    if waiting := held.take(spec):
+        limit.guard(waiting.process)
+        begun()
+        serving = ready(waiting, START_TIMEOUT_S)
+    else:
+        serving = serve(*spec.arguments, env=spec.environment, timeout=START_TIMEOUT_S, start=start)
+    with serving as server:
         log = server.log()
         if (OUR_WORKER in log) != spec.is_ours:
             raise RuntimeError(f"not a server of {spec.variant}; its log ends:\n{log[-2000:]}")
@@ -101,11 +126,11 @@ def running(spec: ServerSpec, limit: TimeLimit) -> Iterator[Server]:
 def first_requests(session: Session) -> dict:
     """Send a short request of each kind, alone and then all at once, and look for `says` in the log.
 
-    Returns {"seconds" of the start, "problems"}.
+    A server of a shape gets a greedy one: nothing else is measured of it. Returns {"seconds" of the start,
+    "problems"}.
     """
-    kinds = KINDS if "--skip-tokenizer-init" in session.spec.arguments else KINDS | TEXT_KINDS
-    if session.spec.variant == BUILT_IN_DFLASH:
-        kinds = {"greedy": KINDS["greedy"]}  # nothing else is measured of it
+    is_shape = "--skip-tokenizer-init" in session.spec.arguments
+    kinds = {"greedy": KINDS["greedy"]} if is_shape else KINDS
     prompt = {"input_ids": list(range(100, 116))}  # of every vocabulary here
     requests = {name: prompt | kind for name, kind in kinds.items()}
     problems = [line for name, request in requests.items() for line in _ask(session.server, name, request)]
@@ -217,6 +242,67 @@ def measure_load(session: Session, requests: int) -> dict:
     if widths := server.get("/server_info")["internal_states"][0].get("speculative_width"):
         result["widths"] = widths
     return result
+
+
+def measure_mixed(session: Session, requests: int) -> dict:
+    """Measure requests that accept differently, all of them running, in a window of time.
+
+    Returns {"requests", "tokens_per_second" of all, "widths", "problems"}. Raises RuntimeError if a request
+    ends before the window does.
+    """
+    server, sizes = session.server, session.sizes
+    count = sizes.requests(requests)
+    server.flush_cache()
+    prompts = random_requests(count, sizes.mixed_context, sizes.mixed_tokens, seed=3)
+    streams = [Stream(server.url, prompt) for prompt in prompts]
+    try:
+        while not all(stream.seen for stream in streams):
+            if ended := [stream for stream in streams if not stream.is_alive()]:
+                raise RuntimeError(f"{len(ended)} of {count} requests ended before all of them ran")
+            time.sleep(0.02)
+        begin = time.monotonic() + sizes.settle
+        end = begin + sizes.window
+        while not all(stream.seen[-1][0] > end for stream in streams):
+            if ended := [stream for stream in streams if not stream.is_alive()]:
+                raise RuntimeError(f"{len(ended)} of {count} requests ended inside the window")
+            time.sleep(0.02)
+        report = server.get("/server_info")["internal_states"][0]
+    finally:
+        server.post("/abort_request", {"abort_all": True})
+        for stream in streams:
+            stream.join()
+    tokens = sum(stream.tokens_at(end) - stream.tokens_at(begin) for stream in streams)
+    widths = report.get("speculative_width")
+    return {"requests": count, "tokens_per_second": tokens / sizes.window, "widths": widths, "problems": []}
+
+
+class Stream(threading.Thread):
+    """A streamed request; `seen` has the time of each chunk, and the tokens until then."""
+
+    def __init__(self, url: str, request: dict):
+        super().__init__(daemon=True)
+        sampling = {**request["sampling_params"], "stream_interval": STREAM_INTERVAL}
+        body = json.dumps({**request, "sampling_params": sampling, "stream": True}).encode()
+        self._request = urllib.request.Request(
+            url + "/generate", data=body, headers={"Content-Type": "application/json"}
+        )
+        self.seen: list[tuple[float, int]] = []
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(self._request, timeout=600) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    info = json.loads(line[6:])["meta_info"]
+                    if info["finish_reason"] is not None:
+                        return
+                    self.seen.append((time.monotonic(), info["completion_tokens"]))
+
+    def tokens_at(self, moment: float) -> float:
+        """Return the tokens at a moment between two chunks, interpolated."""
+        after = max(1, bisect_left(self.seen, (moment,)))
+        (begin, few), (end, many) = self.seen[after - 1 : after + 1]
+        return few + (many - few) * (moment - begin) / (end - begin)
 
 
 @contextlib.contextmanager

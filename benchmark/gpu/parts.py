@@ -1,37 +1,36 @@
-"""The list of parts of a GPU run, most valuable first."""
+"""The list of parts of a GPU run, in the order of need."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gpu import caches, checks, measure, servers
+from gpu import checks, measure, servers
 from gpu.measure import Session, Sizes
 from gpu.servers import (
-    ADAPTIVE_DFLASH,
+    BOUNDS,
     BUILT_IN_DFLASH,
     DFLASH,
+    FP8_HEAD,
+    MIXED_ADAPTIVE,
+    MIXED_WHOLE,
     NO_SPECULATION,
-    SCRATCH,
-    VARIANTS,
+    USELESS,
     ServerSpec,
 )
 from gpu.shapes import QWEN3_8_27B, QWEN3_8B, Pair, shrunk
 from serving import DFLASH2_DRAFT, DRAFT, HYBRID_DRAFT, HYBRID_TARGET, PEAGLE_DRAFT, ROOT, TARGET
 
 # Estimated seconds, from the run of 2026-11-23 on an H100 (benchmark/results/2026-11-23-h100.md), or guessed
-# if it did not run there. A start includes the first requests and the end.
-START_S, LARGE_START_S, DEFAULT_START_S, SMOKE_START_S = 80, 105, 60, 36
+# if it did not run there. A start includes the first requests and the end. IMPORTS_S of it are over when the
+# server was held.
+START_S, LARGE_START_S, DEFAULT_START_S, SMOKE_START_S, IMPORTS_S = 80, 105, 60, 50, 40
 ADAPTIVE_START_S = 15  # more: it captures more graphs, and measures them
-LOAD_S = {
-    DFLASH: {1: 3, 4: 3, 16: 4, 48: 9},
-    BUILT_IN_DFLASH: {1: 3, 4: 3, 16: 4, 48: 9},
-    NO_SPECULATION: {1: 11, 4: 11, 16: 13, 48: 17},
-    ADAPTIVE_DFLASH: {1: 14, 4: 15, 16: 17, 48: 24},
-}
+LOAD_S = {1: 3, 4: 3, 16: 4, 48: 9}
+UNDRAFTED_S = {1: 11, 4: 11, 16: 13, 48: 17}  # of servers that verify a token a step
 LARGE = 3.3  # times LOAD_S, by the bytes of the weights
-ANSWERS_S, PROFILE_S, CACHES_S, TESTS_S = 4, 12, 20, 60
+MIXED_S, ANSWERS_S, PROFILE_S, TESTS_S = 12, 6, 12, 60
+FIRST_TESTS = ("test_host_transfers",)
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Step:
 class Part:
     """A server with its steps, or steps without a server.
 
-    says: what the server's log says on a GPU. needs: the figure of another part. prepare: writes the files of
-    the server.
+    says: what the server's log says on a GPU.
     """
 
     name: str
@@ -56,14 +54,13 @@ class Part:
     spec: ServerSpec | None = None
     start_seconds: float = 0.0
     says: tuple[str, ...] = ()
-    needs: str | None = None
-    prepare: Callable[[], object] | None = None
 
     def figures(self) -> list[str]:
         return [f"{self.name}/{step.name}" for step in self.steps]
 
-    def seconds(self, steps: Sequence[Step] | None = None) -> float:
-        return self.start_seconds + sum(step.seconds for step in (self.steps if steps is None else steps))
+    def seconds(self, steps: Sequence[Step] | None = None, is_held: bool = False) -> float:
+        start = max(0.0, self.start_seconds - IMPORTS_S * is_held)
+        return start + sum(step.seconds for step in (self.steps if steps is None else steps))
 
 
 FIRST = Step("start", 0.0, measure.first_requests)  # of every server, before anything is timed
@@ -72,49 +69,50 @@ FIRST = Step("start", 0.0, measure.first_requests)  # of every server, before an
 def list_of_parts(sizes: Sizes) -> list[Part]:
     """Return all parts in their order, or the same with small models for a rehearsal on a CPU."""
     dense, hybrid = (shrunk(pair) if sizes.is_rehearsal else pair for pair in (QWEN3_8B, QWEN3_8_27B))
-    speed, smoke = partial(_speed, sizes), partial(_smoke, sizes)
-    home = SCRATCH if sizes.is_rehearsal else Path.home()
+    speed, mixed, smoke = (partial(make, sizes) for make in (_speed, _mixed, _smoke))
     replay = ("--enable-linear-replayssm-spec", "--linear-replayssm-cache-len", "32")
     sampled = ("--speculative-draft-sample-method", "probabilistic")
-    chunks = ("--enable-mixed-chunk", "--chunked-prefill-size", "64")
     whole_blocks = 0.0 if sizes.is_rehearsal else 2.9  # the default is adaptive width on a CPU
-    row_graphs, packed = ("DFLASH: made graphs of",), ("run packed",)
+    row_graphs = ("DFLASH: made graphs of",)
     return [
-        # What every user gets.
-        _answers_of(TARGET),
+        # Ours against the built-in, first where a request is alone.
+        speed(dense, "fa3", DFLASH, (1, 48), profiled=1),
+        speed(dense, "fa3", BUILT_IN_DFLASH, (1, 48)),
+        speed(dense, "flashinfer", BOUNDS, (1,)),
+        speed(dense, "flashinfer", BUILT_IN_DFLASH, (1,)),
+        # Lengths by request against whole blocks.
+        mixed(dense, "fa3", MIXED_ADAPTIVE),
+        mixed(dense, "fa3", MIXED_WHOLE),
+        # Whether speculation pays, and what a useless draft costs.
+        speed(dense, "fa3", NO_SPECULATION, (1, 48)),
+        speed(dense, "fa3", USELESS, (1,)),
+        # What every user gets: is it right?
         smoke("default-flags", None, DRAFT, least=whole_blocks, says=("prefill CUDA graph end",)),
-        # Whether speculation pays, and what adaptive width costs where it does not.
-        *(speed(dense, "fa3", variant) for variant in VARIANTS),
-        Part("caches", (Step("save", CACHES_S, partial(caches.save, home=home)),)),
-        *(speed(dense, "flashinfer", variant) for variant in VARIANTS),
-        # What has never run on a GPU.
-        smoke("own-lengths", "fa3", DRAFT, "--speculative-adaptive", says=row_graphs),
-        _answers_of(HYBRID_TARGET),
-        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, "--speculative-adaptive", says=row_graphs),
         smoke("context-limit", "fa3", DRAFT, "--speculative-num-draft-tokens", "16", least=2.7),
-        smoke("packed-fp8", "fa3", DRAFT, scheme="FP8_DYNAMIC", least=2.9, says=packed),
-        smoke("packed-int4", "fa3", DRAFT, scheme="W4A16", least=2.8, says=packed),
+        # If there is more time.
+        speed(dense, "flashinfer", DFLASH, (1,)),
+        speed(dense, "fa3", FP8_HEAD, (1,)),
+        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, "--speculative-adaptive", says=row_graphs),
+        *_tests(FIRST_TESTS),
         smoke("replay-32", "fa3", HYBRID_DRAFT, *replay, least=2.9),
+        *(speed(hybrid, "fa3", name, (1, 4)) for name in (DFLASH, NO_SPECULATION, BUILT_IN_DFLASH)),
         smoke("dflash2-sampled", "fa3", DFLASH2_DRAFT, *sampled, least=4.2, is_sampled=True),
-        # The shape that people run.
-        *(speed(hybrid, "fa3", variant, loads=(1, 4)) for variant in (DFLASH, NO_SPECULATION)),
-        _profile(sizes, dense, "fa3"),
-        *_tests(),
-        # What ran before, if there is time.
         smoke("peagle", "fa3", PEAGLE_DRAFT, least=3.0),
-        smoke("triton", "triton", DRAFT, least=2.9),
-        smoke("mixed-chunks", "flashinfer", DRAFT, *chunks, least=2.9),
-        speed(hybrid, "fa3", BUILT_IN_DFLASH, loads=(1, 4)),
+        *_tests(),
     ]
 
 
-def fitting(parts: Sequence[Part], seconds: float) -> list[Part]:
-    """Return the parts that a call of so many seconds starts, by their estimates."""
-    found = []
+def schedule(parts: Sequence[Part], seconds: float, is_held: bool = True) -> list[tuple[Part, float]]:
+    """Return the parts that a call of so many seconds starts, each with the second at which it is over.
+
+    By the estimates. is_held: whether the first one's server is held before; those after it are.
+    """
+    found, now = [], 0.0
     for part in parts:
-        if part.seconds() <= seconds:
-            seconds -= part.seconds()
-            found.append(part)
+        if now + part.seconds(is_held=is_held) <= seconds:
+            now += part.seconds(is_held=is_held)
+            found.append((part, now))
+            is_held = True
     return found
 
 
@@ -123,28 +121,29 @@ def _backend(sizes: Sizes, name: str) -> str:
 
 
 def _speed(
-    sizes: Sizes, pair: Pair, backend: str, variant: str, loads: Sequence[int] = (1, 4, 16, 48)
+    sizes: Sizes, pair: Pair, backend: str, variant: str, loads: Iterable[int], profiled: int = 0
 ) -> Part:
-    is_large = pair.name == QWEN3_8_27B.name
+    """Plan loads of like requests, and a profile of so many of them; 0: none."""
+    is_large, accepts = pair.name == QWEN3_8_27B.name, variant not in (NO_SPECULATION, USELESS)
     steps = [FIRST]
     for requests in loads:
-        seconds = LOAD_S[variant][requests] * (LARGE if is_large else 1)
+        seconds = (LOAD_S if accepts else UNDRAFTED_S)[requests] * (LARGE if is_large else 1)
         run = partial(measure.measure_load, requests=requests)
         steps.append(Step(f"load-{requests}", seconds, run))
-    start = (LARGE_START_S if is_large else START_S) + ADAPTIVE_START_S * (variant == ADAPTIVE_DFLASH)
+    if profiled:
+        run = partial(measure.profile, requests=profiled)
+        steps.append(Step(f"profile-{profiled}", PROFILE_S, run))
+    start = (LARGE_START_S if is_large else START_S) + ADAPTIVE_START_S * (variant == USELESS)
     spec = servers.shape_server(pair, variant, _backend(sizes, backend))
     return Part(f"speed/{backend}/{pair.name}/{variant}", tuple(steps), spec, start)
 
 
-def _profile(sizes: Sizes, pair: Pair, backend: str) -> Part:
-    steps = [Step(f"profile-{n}", PROFILE_S, partial(measure.profile, requests=n)) for n in (1, 16)]
-    spec = servers.shape_server(pair, DFLASH, _backend(sizes, backend))
-    return Part(f"profile/{backend}/{pair.name}/{DFLASH}", (FIRST, *steps), spec, START_S)
-
-
-def _answers_of(target: Path) -> Part:
-    step = Step("answers", ANSWERS_S, checks.record_answers)
-    return Part(f"target/{target.name}", (FIRST, step), servers.default_server(target), DEFAULT_START_S)
+def _mixed(sizes: Sizes, pair: Pair, backend: str, variant: str) -> Part:
+    loads = (partial(measure.measure_mixed, requests=requests) for requests in servers.MIXED_SIZES)
+    steps = [Step(f"load-{load.keywords['requests']}", MIXED_S, load) for load in loads]
+    start = START_S + ADAPTIVE_START_S * (variant == MIXED_ADAPTIVE)
+    spec = servers.shape_server(pair, variant, _backend(sizes, backend))
+    return Part(f"speed/{backend}/{pair.name}/{variant}", (FIRST, *steps), spec, start)
 
 
 def _smoke(
@@ -155,36 +154,28 @@ def _smoke(
     *flags: str,
     least: float = 0.0,
     says: tuple[str, ...] = (),
-    scheme: str = "",
     is_sampled: bool = False,
 ) -> Part:
     """Plan a server of a bundled pair whose answers are compared with the target's.
 
     backend: None for a server without flags. least: the accept length of the texts on a CPU less a tenth, 0
-    where cycles may draft nothing. scheme: the draft is a copy with quantized layers.
+    where cycles may draft nothing.
     """
     target = HYBRID_TARGET if draft == HYBRID_DRAFT else TARGET
     if backend is None:
         spec, start = servers.default_server(target, draft), DEFAULT_START_S
     else:
-        folder = SCRATCH / f"{draft.name}-{scheme}" if scheme else draft.relative_to(ROOT)
-        spec = servers.bundled_server(target, str(folder), _backend(sizes, backend), *flags)
+        folder = str(draft.relative_to(ROOT))
+        spec = servers.bundled_server(target, folder, _backend(sizes, backend), *flags)
         start = SMOKE_START_S
-    known = _answers_of(target).figures()[-1]
-    run = partial(checks.check_answers, target=known, least=least, is_sampled=is_sampled)
-    prepare = partial(_quantize, draft, folder, scheme) if scheme else None
-    return Part(f"smoke/{name}", (FIRST, Step("answers", ANSWERS_S, run)), spec, start, says, known, prepare)
+    run = partial(checks.check_answers, target=target.name, least=least, is_sampled=is_sampled)
+    return Part(f"smoke/{name}", (FIRST, Step("answers", ANSWERS_S, run)), spec, start, says)
 
 
-def _quantize(draft: Path, folder: Path, scheme: str) -> None:
-    sys.path.append(str(ROOT / "test" / "srt"))
-    from support.packed_drafts import write_packed
-
-    write_packed(folder, draft, scheme)
-
-
-def _tests() -> list[Part]:
+def _tests(first: Sequence[str] = ()) -> list[Part]:
+    """Plan the tests marked gpu, a file each: those of `first`, or all others."""
     files = sorted((ROOT / "test" / "srt").rglob("test_*.py"), key=lambda file: file.name)
     marked = [f for f in files if "pytest.mark.gpu" in f.read_text() or "against_twin" in f.read_text()]
-    runs = {f.stem: Step("run", TESTS_S, partial(checks.run_tests, file=f.relative_to(ROOT))) for f in marked}
+    wanted = [f for f in marked if (f.stem in first if first else f.stem not in FIRST_TESTS)]
+    runs = {f.stem: Step("run", TESTS_S, partial(checks.run_tests, file=f.relative_to(ROOT))) for f in wanted}
     return [Part(f"tests/{name}", (step,)) for name, step in runs.items()]

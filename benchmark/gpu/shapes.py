@@ -47,7 +47,7 @@ class Pair:
     """A target and its DFlash draft.
 
     block_size counts the anchor. target_layer_ids are 0-based outputs. limits: arguments of its servers that
-    bound requests and tokens.
+    bound requests and tokens. mixed_limits: the same for requests that accept differently.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Pair:
     target_config: dict
     rope_theta: float
     limits: tuple[str, ...]
+    mixed_limits: tuple[str, ...] = ()
     draft_config: dict = field(default_factory=dict)
     dflash_config: dict = field(default_factory=dict)
 
@@ -102,7 +103,8 @@ def shrunk(pair: Pair) -> Pair:
     changed = {"layer_types": ["sliding_attention"]} if "layer_types" in pair.draft_config else {}
     few = ("--max-running-requests", "4", "--max-total-tokens", "8192", "--mem-fraction-static", "0.8")
     config = pair.draft_config | changed
-    return replace(pair, target=target, draft=draft, target_layer_ids=(1, 2), limits=few, draft_config=config)
+    shape = replace(pair, target=target, draft=draft, target_layer_ids=(1, 2), draft_config=config)
+    return replace(shape, limits=few, mixed_limits=few)
 
 
 # Qwen/Qwen3-8B and z-lab/Qwen3-8B-DFlash-b16.
@@ -121,6 +123,11 @@ QWEN3_8B = Pair(
     rope_theta=1e6,
     # 48 requests of 1536 tokens and the slots that they reserve ahead.
     limits=tuple("--max-running-requests 48 --max-total-tokens 115000 --mem-fraction-static 0.8".split()),
+    # 96 requests of 512 tokens, and up to 4,000 new ones where most are accepted. All are to run at once.
+    mixed_limits=(
+        *("--max-running-requests", "96", "--max-total-tokens", "240000", "--mem-fraction-static", "0.85"),
+        *("--schedule-conservativeness", "0.3"),
+    ),
 )
 
 # Qwen/Qwen3.8-27B, text only, and z-lab/Qwen3.8-27B-DFlash2. Weights are 53.8 and 3.8 GB in bfloat16. A

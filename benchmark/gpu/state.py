@@ -1,11 +1,13 @@
 """The figures of a run: a file each in a folder, which the next call goes on with."""
 
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,30 +18,52 @@ from serving import ROOT
 PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
 
 
-class OtherRun(RuntimeError):
-    """The figures in a folder were taken on another machine or with other versions."""
+MOST_BROUGHT = 15 << 20  # bytes of an archive of figures
 
 
 class Figures:
-    """Records {"date", "seconds", "source", "command", "result" or "error"} by name, in `folder`.
+    """Records {"date", "seconds", "source", "command", "result" or "error"} by name, in a folder.
 
-    setting: {"machine", "versions"}, equal for all figures. Raises OtherRun if the folder has another one.
+    Args:
+        folder: of the figures of all machines. Those of a machine and its versions have a folder in it.
+        setting: {"machine", "versions"}, equal for all figures.
+        bring: where `figures.tar.xz` and `page.md` are written anew after each figure. None: nowhere.
     """
 
-    def __init__(self, folder: Path, setting: dict):
-        self.folder, self.setting = folder, setting
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "setting.json"
-        if file.exists() and (known := json.loads(file.read_text())) != setting:
-            raise OtherRun(f"{folder} has figures of {known}, not of {setting}: give another --state")
-        write(file, json.dumps(setting, indent=1))
+    def __init__(self, folder: Path, setting: dict, bring: Path | None = None):
+        name = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:8]
+        self.folder, self.setting, self._bring = folder / name, setting, bring
+        if folder.is_dir() and (others := [each.name for each in folder.iterdir() if each.name != name]):
+            print(f"{folder} has figures of other machines or versions too: {', '.join(others)}", flush=True)
+        write(self.folder / "setting.json", json.dumps(setting, indent=1))
         self._source = source_fingerprint()
-        found = sorted((folder / "figures").rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted((self.folder / "figures").rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         texts = {path: path.read_text() for path in found}
         self.records = {json.loads(text)["name"]: json.loads(text) for text in texts.values()}
 
-    def result(self, name: str) -> dict:
-        return self.records[name]["result"]
+    def bring(self, page: str) -> None:
+        """Write the page, and where files are collected the page and all figures, each as a whole.
+
+        Traces come along while the archive stays below MOST_BROUGHT bytes.
+        """
+        write(self.folder / "page.md", page)
+        if self._bring is None:
+            return
+        write(self._bring / "page.md", page)
+        traces = sorted((self.folder / "traces").glob("*.gz"))
+        while len(data := self._packed(traces)) > MOST_BROUGHT and traces:
+            traces.pop()
+        write(self._bring / "figures.tar.xz", data)
+
+    def _packed(self, traces: list[Path]) -> bytes:
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w:xz", preset=1) as out:
+            for name in ("setting.json", "figures"):
+                if (self.folder / name).exists():
+                    out.add(self.folder / name, name)
+            for trace in traces:
+                out.add(trace, f"traces/{trace.name}")
+        return archive.getvalue()
 
     def keep(self, name: str, outcome: dict, seconds: float, command: str | None) -> list[str]:
         """Write a figure at once. outcome: {"result"} or {"error"}. Returns its problems."""
@@ -56,11 +80,11 @@ def problems_of(record: dict) -> list[str]:
     return [record["error"]] if "error" in record else record["result"].get("problems", [])
 
 
-def write(file: Path, text: str) -> None:
+def write(file: Path, content: str | bytes) -> None:
     """Replace a file as a whole: a call may be stopped at any time."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".part")
-    partial.write_text(text)
+    partial = file.with_name(".partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(partial, file)
 
 
