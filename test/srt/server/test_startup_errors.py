@@ -18,6 +18,7 @@ from support.drafts import REMOVE, make_draft, read_config
 from support.servers import ENVIRONMENT, Ended, run_to_end, warm_start
 from transformers import Lfm2Config
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 pytestmark = pytest.mark.server
@@ -176,8 +177,11 @@ def commands(tmp_path_factory) -> dict[str, tuple[list[str], tuple[str, ...]]]:
     return commands | other_starts(tmp)
 
 
-def launch(arguments: Sequence[str], is_cold: bool = False) -> Ended:
-    return run_to_end("-m", "sglang.launch_server", *arguments, is_cold=is_cold, timeout=120)
+def launch(
+    arguments: Sequence[str], is_cold: bool = False, environment: dict[str, str] | None = None
+) -> Ended:
+    command = "-m", "sglang.launch_server", *arguments
+    return run_to_end(*command, environment=environment, is_cold=is_cold, timeout=120)
 
 
 NAMES = [
@@ -221,6 +225,14 @@ def test_a_bad_start_ends_with_a_message(name, commands):
     missing = [word for word in words if word not in refused.message]
     assert not missing, f"{missing} not in the message:\n{refused.message[-3000:]}"
     assert "Traceback" not in refused.ended.output
+
+
+def test_two_simulations_of_acceptance_end_the_start():
+    both = {"SGLANG_SIMULATE_ACC_LEN": "3.5", DFlashOptions.SIMULATE_ACC_LENS.variable: "4,2"}
+    ended = launch([*MODEL, *dflash_arguments()], environment=both)
+    assert ended.code not in (0, -9), f"the server started, or hung:\n{ended.output[-3000:]}"
+    assert all(f"{name} " in ended.output.split("Error: ")[-1] for name in both)
+    assert "Traceback" not in ended.output
 
 
 @pytest.mark.skipif(not runtime.needs_stand_in(), reason="CUDA serves them")
