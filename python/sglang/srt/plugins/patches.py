@@ -24,6 +24,8 @@ CpuPatch = functools.partial(Patch, cpu_only=True, upstream="docs/dev/upstream/c
 RECURRENT = "targets with recurrent states on a CPU"
 SPEED = "faster operators on a CPU"
 RECURRENT_WIDTH = "adaptive width for targets with recurrent states"
+CONTROL_CHECKS = "checks of control requests"
+CONTROL_REQUESTS = "docs/dev/upstream/control-requests.md"
 
 # Targets with recurrent states and several ranks, with a draft or without. Part of AT_LOAD.
 AT_CPU_LOAD = (
@@ -136,6 +138,30 @@ AT_FRONT_END = (
         signature="(self)",
         why="SGLang does not check types and ranges of sampling parameters; some end the scheduler",
         ours="srt.speculative.request_fields.check_and_normalize",
+    ),
+    wrapping(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
+        upstream=CONTROL_REQUESTS,
+        feature=CONTROL_CHECKS,
+        signature="(self, obj)",
+        why="an error in a control request ends the scheduler, such as released memory on a CPU",
+        ours="srt.speculative.control_requests.check_and_dispatch",
+    ),
+    wrapping(
+        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin._execute_profile",
+        upstream=CONTROL_REQUESTS,
+        feature=CONTROL_CHECKS,
+        signature="(self, req)",
+        why="SGLang answers a profile that cannot start or stop with HTTP 500",
+        ours="srt.speculative.control_requests.answer_profile_errors",
+    ),
+    wrapping(
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging",
+        upstream=CONTROL_REQUESTS,
+        feature=CONTROL_CHECKS,
+        signature="(self, obj)",
+        why="after an unknown level of request logs SGLang answers each request with HTTP 500",
+        ours="srt.speculative.control_requests.check_and_configure_logging",
     ),
     Patch(
         target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
