@@ -37,6 +37,7 @@ pytestmark = [
 NEW = 40
 START, END, NEW_LINE = 1, 2, 7  # tokens of chats, which the code model does not write
 BUDGETS = (3, 9, 17, 30)  # counted from the thinking token, which begins the prompt's last three tokens
+STRICT_BUDGETS = (0, 5, 11, 20)
 ENVIRONMENT = {
     **UNCOUNTED,
     **patched("deterministic_on_cpu", "masks_of_draws"),
@@ -164,7 +165,7 @@ def groups(prompts) -> list[list[Job]]:
             sampling={**(GREEDY, SEEDED)[number % 2], "custom_params": {"thinking_budget": budget}},
             reasons=True,
         )
-        for number, budget in enumerate((0, 5, 11, 20))
+        for number, budget in enumerate(STRICT_BUDGETS)
     ]
     masks = [
         Job(prompts[20 + number], NEW, sampling=sampling, masks=number < 3)
@@ -176,7 +177,9 @@ def groups(prompts) -> list[list[Job]]:
 
 
 def serve(arguments, groups, oracle: Oracle | None = None) -> list[list[Answer]]:
-    return run([*SERVER, *arguments], groups, oracle, environment=ENVIRONMENT, prepare=apply_masks_on_cpu)
+    """Serve with DFLASH, or by plain SGLang, which cannot apply masks of thoughts on a CPU."""
+    prepare = None if "DFLASH" in arguments else apply_masks_on_cpu
+    return run([*SERVER, *arguments], groups, oracle, environment=ENVIRONMENT, prepare=prepare)
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +214,18 @@ def test_the_plain_answers_show_something(plain):
         at = max(BUDGETS[number // 2] - 2, 0)  # two tokens of the prompt count
         assert END in answer.output_ids[at : at + 2] and END not in answer.output_ids[:at], (at, answer)
     assert set(plain[1][0].output_ids[11:]) == {9}
+    end = Tokenizer.from_file(str(TARGET / "tokenizer.json")).encode("</think>").ids
+    for budget, answer in zip(STRICT_BUDGETS, plain[1][-len(STRICT_BUDGETS) :], strict=True):
+        assert list(answer.output_ids[budget : budget + len(end)]) == end, (budget, answer)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-def test_answers_are_plain_sglangs(overlap, groups, plain):
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--disable-overlap-schedule", "--speculative-num-draft-tokens", "16")],
+    ids=["overlap", "no overlap, block 16"],
+)
+def test_answers_are_plain_sglangs(flags, groups, plain):
     """First by the draft, then by an oracle that errs, so that budgets end inside blocks."""
-    flags = [] if overlap else ["--disable-overlap-schedule"]
     arguments = [*flags, *dflash_arguments()]
     drafted = serve(arguments, groups)
     assert ids(drafted) == ids(plain)

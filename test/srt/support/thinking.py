@@ -1,4 +1,4 @@
-"""Strict thinking on a CPU, whose mask SGLang applies on other devices alone."""
+"""Strict thinking of plain SGLang on a CPU, which applies its masks on other devices alone."""
 
 from typing import Any
 

@@ -210,6 +210,13 @@ AT_WORKER = (
         why="SGLang's verifies as many tokens for each request",
         build=call_ours("srt.layers.attention.packed_rows.verifying_packed_rows"),
     ),
+    CpuPatch(
+        target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+        feature="strict thinking on a CPU",
+        signature="(logits, vocab_mask)",
+        why="SGLang applies the masks of thoughts on GPUs only, and ends the scheduler on a CPU",
+        build=call_ours("srt.hardware_backend.cpu.operators.vocab_mask_for_cpu"),
+    ),
     wrapping(
         target="sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
         upstream="docs/dev/upstream/prefill-chunks.md",

@@ -164,6 +164,19 @@ def copy_step(pool, steps, rows, slots, step):
     pool[:, slots[taken]] = steps[:, rows[taken], step[taken]]
 
 
+# -- grammars
+
+
+def vocab_mask_for_cpu() -> staticmethod:
+    """Build `XGrammarGrammarBackend.apply_vocab_mask`, which applies masks of thoughts."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    def apply_vocab_mask(logits, vocab_mask):
+        apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
+
+    return staticmethod(apply_vocab_mask)
+
+
 # -- torch.ops.sgl_kernel
 
 NAMESPACE = "sgl_kernel"
