@@ -69,6 +69,17 @@ def test_prompt_logprobs_start_where_requested(start, server, reference, prompts
             assert len(answer["meta_info"]["input_token_logprobs"]) == positions
 
 
+def test_zero_tokens_have_no_log_probabilities(server, reference, prompts):
+    """SGLang still gives those of listed ids and of the likeliest tokens, which score a prompt."""
+    for options in ({}, {"logprob_start_len": 0}, {"token_ids_logprob": [5, 6], "top_logprobs_num": 2}):
+        request = {**greedy(prompts[0], 0), "return_logprob": True, "top_logprobs_num": 0, **options}
+        answer, wanted = server.generate(**request), reference.server.generate(**request)
+        assert answer["output_ids"] == wanted["output_ids"] == []
+        assert answer["meta_info"]["output_token_logprobs"] == []
+        for field in FIELDS:
+            assert_field(field, answer["meta_info"].get(field), wanted["meta_info"].get(field), request)
+
+
 def test_an_answer_cut_in_mid_block_has_no_more_positions_than_tokens(server, reference, prompts):
     plain = reference.answers([greedy(prompt, 40, ignore_eos=True) for prompt in prompts])
     requests = [

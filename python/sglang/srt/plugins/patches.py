@@ -233,6 +233,15 @@ AT_WORKER = (
         why="of several stops in one block SGLang may take a later one, and it counts reasoning beyond it",
         ours="srt.speculative.dflash_utils.finish_at_the_first_stop",
     ),
+    wrapping(
+        target="sglang.srt.managers.scheduler_components.logprob_result_processor."
+        "SchedulerLogprobResultProcessor.add_logprob_return_values",
+        upstream="docs/dev/upstream/zero-tokens.md",
+        feature="log probabilities of zero tokens as without a draft",
+        signature="(self, i, req, pt, next_token_ids, num_input_logprobs, output)",
+        why="with a draft SGLang samples a token for requests of zero tokens, and reports its probability",
+        ours="srt.speculative.dflash_utils.leave_out_undrawn_token",
+    ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
         upstream="docs/dev/upstream/weight-updates.md",

@@ -88,6 +88,20 @@ def finish_at_the_first_stop(
     req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
 
+def leave_out_undrawn_token(
+    add_logprob_return_values: Callable[..., int], processor: Any, i: int, req: Any, *args: Any
+) -> int:
+    """Give no log probability beside no token, in `SchedulerLogprobResultProcessor`.
+
+    A request of zero tokens ends in its prefill. Without a draft SGLang draws no token there.
+    """
+    num_input_logprobs = add_logprob_return_values(processor, i, req, *args)
+    if req.sampling_params.max_new_tokens == 0:
+        req.logprob.output_token_logprobs_val.clear()
+        req.logprob.output_token_logprobs_idx.clear()
+    return num_input_logprobs
+
+
 def _stop_token_by_token(req: Any, check: Callable[[Any], None], num_old: int) -> None:
     """Find the first stop of a request that has one after `num_old` tokens."""
     output_ids, grammar = req.output_ids, req.grammar
