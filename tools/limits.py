@@ -17,13 +17,16 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import patch
 
+from sglang.srt.beam_search.coordinator import BeamCoordinator
+from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
 from sglang_dflash.srt.configs import draft_kinds, fields, unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
-from sglang_dflash.srt.speculative import request_fields
+from sglang_dflash.srt.speculative import control_requests, request_fields
 from sglang_dflash.srt.speculative.targets import kinds
 
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
@@ -216,7 +219,9 @@ def on_a_cpu() -> str:
 
 def requests() -> str:
     """List what a request is refused for, in the words of its HTTP 400."""
-    rows = [(f"`{field}`", said) for field, said in (*_of_the_front_end(), *_of_the_scheduler())]
+    rows = [
+        (f"`{field}`", said) for field, said in (*_of_the_front_end(), *_of_the_scheduler(), *_of_sglang())
+    ]
     return table(("field", "HTTP 400"), rows)
 
 
@@ -259,6 +264,37 @@ def _of_the_scheduler() -> Iterable[tuple[str, str]]:
             said = request_fields.find_problem(request, model)
             assert said is not None, field
             yield field, said
+
+
+def _of_sglang() -> Iterable[tuple[str, str]]:
+    coordinator = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.DFLASH)
+    request = SimpleNamespace(sampling_params=SamplingParams(beam_width=2))
+    yield "beam_width", BeamCoordinator.validate_and_init(coordinator, request, None)
+
+
+def control_calls() -> str:
+    """List the control requests that a CPU server refuses, in the words of its HTTP 400."""
+    group = dict(master_address="", master_port=0, rank_offset=0, world_size=1, backend="nccl")
+    remote = dict(master_address="", ports="")
+    calls: tuple[tuple[str, Any], ...] = (
+        ("/release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput()),
+        ("/resume_memory_occupation", io_struct.ResumeMemoryOccupationReqInput()),
+        ("/start_profile", io_struct.ProfileReq(activities=["MEM"])),
+        ("/init_weights_update_group", io_struct.InitWeightsUpdateGroupReqInput(**group)),
+        ("/send_weights_to_remote_instance", io_struct.SendWeightsToRemoteInstanceReqInput(**remote)),
+        ("/weights_checker", io_struct.CheckWeightsReqInput(action="compare")),
+        (
+            "/start_expert_distribution_record",
+            io_struct.ExpertDistributionReq(action=io_struct.ExpertDistributionReqType.START_RECORD),
+        ),
+    )
+    no_recorder = SimpleNamespace(moe=SimpleNamespace(expert_distribution_recorder_mode=None))
+    with (
+        patch.object(control_requests, "is_on_cpu", lambda: True),
+        patch.object(control_requests, "get_exec", lambda: no_recorder),
+    ):
+        rows = [(f"`{path}`", control_requests.find_control_problem(call)) for path, call in calls]
+    return table(("endpoint", "HTTP 400"), rows)
 
 
 def fallback_rules() -> str:
@@ -305,8 +341,11 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "Targets": targets,
     "On a CPU": on_a_cpu,
     "Requests": requests,
+    "Control endpoints on a CPU": control_calls,
 }
 LEADS = {
+    "Control endpoints on a CPU": "SGLang's scheduler would end. The last row is that of any device. Other "
+    "endpoints work as in SGLang.",
     "DP attention": "Served with `--enable-dp-lm-head`, all drafts and recurrent states. Not served:",
     "Flags without an effect": "A warning names them.",
     "Adaptive width verifies whole blocks": "A warning says so if it was requested and is:",
