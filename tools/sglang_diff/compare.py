@@ -136,7 +136,9 @@ def patches_for(tree: SourceTree) -> list[Patch]:
 def body_of(tree: SourceTree, patch: Patch) -> Found | None:
     """Find the function or class that a patch replaces or wraps. None: there is none."""
     found = tree.find(patch.target)
-    is_body = found is not None and isinstance(found.node, ast.FunctionDef | ast.ClassDef)
+    is_body = found is not None and isinstance(
+        found.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    )
     return found if is_body else None
 
 
