@@ -153,18 +153,24 @@ def whole_blocks() -> str:
 
 def draft_fields() -> str:
     """List the fields of a draft's config that another model has."""
-    by_meaning: dict[tuple[str, bool], list[str]] = {}
-    for field, meaning in unsupported._REFUSED.items():
-        is_served = field not in unsupported._BUILTIN_LACKS
-        by_meaning.setdefault((meaning, is_served), []).append(f"{field}*" if field.endswith("_") else field)
-    rows = [
-        (names(found), meaning.rstrip(","), "falls back" if by else "refused", "served" if by else "refused")
-        for (meaning, by), found in by_meaning.items()
+    by_field: dict[unsupported.Field, list[str]] = {}
+    for name, field in unsupported.FIELDS.items():
+        by_field.setdefault(field, []).append(f"{name}*" if name.endswith("_") else name)
+    rows = []
+    for field, found in by_field.items():
+        by_builtin = field.means not in unsupported.BUILTIN_LACKS
+        here = ("falls back", "served") if by_builtin else ("refused", "refused")
+        rows.append((names(found), f"`{field.words}`", field.means.rstrip(","), *here))
+    named = [
+        f"`{value}` is {means}: {'refused' if means in unsupported.BUILTIN_LACKS else 'falls back'}"
+        for value, means in unsupported.NAMED.items()
     ]
     others = names(unsupported.BUILTIN_ARCHITECTURES)
     kinds_of_rope = names(get_args(fields.RopeKind))
     return (
-        table(("field", "stands for", "here", "built-in"), rows)
+        table(("field", "read, beside null", "other values stand for", "here", "built-in"), rows)
+        + f"\n\nOther values with a name: {'; '.join(named)}. Sizes of a Domino projector say nothing beside a "
+        "`projector_type` that is read."
         + f"\n\nThe architectures {others} fall back too, and a RoPE of another kind than {kinds_of_rope}."
     )
 
@@ -351,7 +357,8 @@ LEADS = {
     "Adaptive width verifies whole blocks": "A warning says so if it was requested and is:",
     "Requests": "A request whose logits contain NaN or infinity ends alone (`NaN happened`). Examples "
     "of what is refused, on a target of 1,000 tokens, with deterministic inference and outlines:",
-    "Fields of a draft": "A draft whose config has one of these is another model:",
+    "Fields of a draft": "In `dflash_config`, and at the top level. Values have types, and words may be in "
+    "capitals. Fields that are neither listed here nor read are named in one warning.",
 }
 
 

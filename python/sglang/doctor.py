@@ -1,7 +1,7 @@
 """Find out why acceptance is low, or what a server would do, without a server.
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
-    [--html FILE] [--unquantized DRAFT]
+    [--html FILE] [--unquantized DRAFT] [--num-draft-tokens N]
     python -m sglang_dflash.doctor --serve "COMMAND OF A SERVER" [--device cuda] [--gpu-memory GIB] [--json]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
@@ -79,6 +79,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--unquantized", metavar="DRAFT", help=help_unquantized)
     help_tokens = "tokens to decode per prompt (default: 64)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
+    help_block = "draft so many tokens a block, anchor included, not the trained number; implies --measure"
+    add("--num-draft-tokens", type=int, metavar="N", help=help_block)
     add("--device", help="for --measure and --serve (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
     args = parser.parse_args(arguments)
@@ -86,7 +88,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--model-path and --draft are needed, or --serve")
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
-    implied = any(given is not None for given in (args.prompts, args.html, args.unquantized))
+    if args.num_draft_tokens is not None and args.num_draft_tokens < 2:
+        parser.error("--num-draft-tokens must be at least 2")
+    given = args.prompts, args.html, args.unquantized, args.num_draft_tokens
+    implied = any(value is not None for value in given)
     args.measure = args.measure or implied
     return args
 
@@ -120,6 +125,9 @@ def _examine(args: argparse.Namespace) -> int:
 
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     pair = Pair(target, draft)
+    if pair.is_parsed and args.num_draft_tokens is not None:
+        size = args.num_draft_tokens
+        pair.config = pair.config.model_copy(update={"block_size": size, "speculative_tokens": size - 1})
     found = static_checks.findings(pair)
     say(report.heading(pair, found), end="\n\n")
     for finding in found:

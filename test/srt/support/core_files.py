@@ -17,6 +17,7 @@ CORE = (
     "test_kv_chunks.py",
     "test_lint_scripts.py",
     "test_penalty_kernels.py",
+    "test_published_configs.py",
     "test_rejection.py",
     "test_rejection_kernel.py",
     "test_roofline.py",

@@ -11,9 +11,9 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import find_file, read_object, tensors_of
+from sglang_dflash.srt.configs.checkpoint import find_file, read_config, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_formats import flat_config
+from sglang_dflash.srt.configs.draft_formats import flat_config, unread_fields
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError, assumed_values
 from sglang_dflash.srt.configs.quantization import PACKED
@@ -34,10 +34,16 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> dict[str
     return flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
 
 
-def assumed_in_file(checkpoint: str, revision: str | None = None) -> list[str]:
-    """Say which values of its layers the draft's config.json lacks."""
-    flat = check_draft_config(checkpoint, revision)
-    return [] if flat is None else assumed_values(flat)
+def remarks_on_config(checkpoint: str, revision: str | None = None) -> list[str]:
+    """Say which values of its layers the draft's config.json lacks, and which fields are not read."""
+    flat, config = check_draft_config(checkpoint, revision), read_config(checkpoint, revision)
+    if flat is None or config is None:
+        return []
+    unread = ", ".join(unread_fields(config))
+    return [
+        *assumed_values(flat),
+        *([f"config.json has fields that are not read: {unread}"] if unread else ()),
+    ]
 
 
 def are_files_read(args: Any) -> bool:
@@ -58,7 +64,7 @@ def check_draft_tensors(
     found = examine_tensors(hf_config, draft, tensors_of(checkpoint), checkpoint)
     tokens = draft.vocab_size if target_tokens is None else target_tokens
     if problems := [*found.problems, *vocabulary_problems(draft, tokens, found.shapes, **found.maps)]:
-        raise DraftConfigError(checkpoint, [*assumed_in_file(checkpoint), *draft.assumed(), *problems])
+        raise DraftConfigError(checkpoint, [*remarks_on_config(checkpoint), *draft.assumed(), *problems])
 
 
 def apply_draft_quantization(args: Any) -> None:

@@ -120,7 +120,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     target_model = model_config_of(server_args)
     differing = differences(draft, target_config, target_model.context_len)
     checkpoint = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    for text in (*draft_files.assumed_in_file(*checkpoint), *draft.assumed(), *differing):
+    for text in (*draft_files.remarks_on_config(*checkpoint), *draft.assumed(), *differing):
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)

@@ -5,6 +5,7 @@ Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers`
 by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -22,14 +23,15 @@ from sglang_dflash.srt.configs.fields import (
     problems_of,
     shown,
 )
-from sglang_dflash.srt.configs.unsupported import variant_findings, warn_of_unread_fields
+from sglang_dflash.srt.configs.unsupported import variant_findings
+
+logger = logging.getLogger(__name__)
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 # Read from `dflash_config` alone: a config copied from the target has the target's at the top level.
-_NESTED_ONLY = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")
-# Fields of `dflash_config` that are read along with others.
-_READ_BESIDE = ("causal", "use_swa", "swa_window_size")
+NESTED_ONLY = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
+NESTED_ONLY |= {"use_swa", "swa_window_size"}
 
 # Validators of one field. They see the fields above it in the class, as far as those are valid.
 _DERIVED: Any = None  # the default of a field that its validator derives from others
@@ -131,6 +133,8 @@ class DFlashDraftConfig(StrictModel):
         has_own_lm_head: whether the checkpoint must bring this tensor. It may in any case.
         has_embed_tokens: as `has_own_lm_head`.
         max_position_embeddings: positions that the draft was made for; beyond them it drafts all the same.
+        use_swa: whether all layers slide, unless `layer_types` name some that do.
+        swa_window_size: their `sliding_window`, if given.
     """
 
     kind: ClassVar[str] = "DFlash"
@@ -160,6 +164,8 @@ class DFlashDraftConfig(StrictModel):
     has_own_lm_head: bool = False
     has_embed_tokens: bool = False
     max_position_embeddings: Positive | None = None
+    use_swa: bool = False
+    swa_window_size: int | None = None
 
     @classmethod
     def parse(cls, hf_config: Any, checkpoint: str) -> Self:
@@ -178,12 +184,11 @@ class DFlashDraftConfig(StrictModel):
         except ValidationError as error:
             # A field is named where the file has it.
             own = [key for key in cls._keys() if key.startswith("selector_")]
-            names = {key: f"dflash_config.{key}" for key in (*nested, *_NESTED_ONLY, *own)}
+            names = {key: f"dflash_config.{key}" for key in (*nested, *NESTED_ONLY, *own)}
             if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
                 names["is_causal"] = names.get("causal", "causal")
             problems += problems_of(error, names=names)
         problems += [found.what for found in variant_findings(vars(hf_config), nested, cls.nested_fields())]
-        warn_of_unread_fields(nested, cls.nested_fields())
         if draft is None or problems:
             raise DraftConfigError(checkpoint, problems)
         return draft
@@ -191,7 +196,7 @@ class DFlashDraftConfig(StrictModel):
     @classmethod
     def nested_fields(cls) -> set[str]:
         """Return the fields of `dflash_config` that are read."""
-        return {*_READ_BESIDE, *cls._keys()}
+        return {"causal", *cls._keys()}
 
     @classmethod
     def _keys(cls) -> list[str]:
@@ -203,18 +208,18 @@ class DFlashDraftConfig(StrictModel):
 
         def get(key: str) -> Any:
             value = nested.get(key)
-            return getattr(hf_config, key, None) if value is None and key not in _NESTED_ONLY else value
+            return getattr(hf_config, key, None) if value is None and key not in NESTED_ONLY else value
 
         values = {key: get(key) for key in cls._keys()}
         if values["is_causal"] is None:
             values["is_causal"] = get("causal")
         depth = values["num_hidden_layers"]
         if not names_sliding_layers(values["layer_types"]):
-            if nested.get("use_swa") and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
+            if values["use_swa"] and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
                 # All layers slide, and are causal only if the checkpoint says so.
                 values["layer_types"] = (SLIDING_ATTENTION,) * depth
-                if nested.get("swa_window_size") is not None:
-                    values["sliding_window"] = nested["swa_window_size"]
+                if values["swa_window_size"] is not None:
+                    values["sliding_window"] = values["swa_window_size"]
                 if values["is_causal"] is None:
                     values["sliding_is_causal"] = False
             else:
@@ -273,7 +278,18 @@ class DFlashDraftConfig(StrictModel):
         return self.block_size - self.num_idle_rows
 
     def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Raise ValueError for a block size or window (in tokens) that the draft cannot run with."""
+        """Warn of a longer block than the trained one. Raise ValueError if the draft cannot run so.
+
+        `block_size` counts the anchor; `window` is in tokens.
+        """
+        if block_size - 1 > self.num_drafting_rows:
+            logger.warning(
+                "DFLASH: %d tokens are to be drafted per step, but the draft was trained for %d: seldom more "
+                "are accepted, maybe fewer. sglang_dflash.doctor --num-draft-tokens %d measures it.",
+                block_size - 1,
+                self.num_drafting_rows,
+                block_size,
+            )
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside.

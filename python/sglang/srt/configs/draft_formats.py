@@ -9,17 +9,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, names_sliding_layers
+from sglang_dflash.srt.configs.draft_config import (
+    FULL_ATTENTION,
+    NESTED_ONLY,
+    SLIDING_ATTENTION,
+    DFlashDraftConfig,
+    names_sliding_layers,
+)
 from sglang_dflash.srt.configs.draft_kinds import (
     PEAGLE_ARCHITECTURE,
     PEAGLE_NORMS,
+    PEagleDraftConfig,
     check_architectures,
     config_class,
     default_layer_inputs,
 )
 from sglang_dflash.srt.configs.fields import (
+    ROPES,
     DraftConfigError,
     LayerFields,
+    RopeFields,
     as_object,
     first_name,
     is_int,
@@ -36,9 +45,10 @@ from sglang_dflash.srt.configs.speculators_format import (
     flat_draft,
     is_speculators_config,
     normalize,
+    speculators_fields,
     speculators_ids_to_layer_outputs,
 )
-from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES, Unsupported, draft_findings
+from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES, Unsupported, draft_findings, field_of
 
 FLAT_PEAGLE_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -51,9 +61,18 @@ FLAT_PEAGLE_ARCHITECTURES = (
 )
 DEFAULT_DEPTH = 7  # drafted tokens a step, if the config does not say
 
+# Fields that describe a file or its training.
+_OF_FILES = {"auto_map", "compression_config", "embed_requires_grad", "norm_output"}
+_OF_FILES |= {"speculators_model_type", "speculators_version"}
+# A draft's positions are a text's, so M-RoPE's sections say nothing.
+_ROPE_FIELDS = {*RopeFields.model_fields, "rope_dim", "mrope_section", "mrope_interleaved"}
+_ROPE_FIELDS |= {FULL_ATTENTION, SLIDING_ATTENTION}  # whose own fields those may be
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 _DEPTHS = ("num_depths", "speculative_tokens", "para_num", "para_depths")
 _LAYER_INPUTS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")
+_NEUTRAL = {"mlp_bias": (None, False), "logit_scale": (None, 1, 1.0)}
+_PEAGLE_FIELDS = {*_MASK_TOKENS, *_DEPTHS, *_LAYER_INPUTS, *_NEUTRAL, *PEAGLE_NORMS}
+_PEAGLE_FIELDS |= {"parallel_drafting", "target_hidden_size", "eagle_config"}
 
 
 def flat_config(
@@ -98,7 +117,8 @@ def checkpoint_findings(
     architectures = config.get("architectures")
     kind = config_class(architectures)
     is_known = kind is not None or first_name(architectures) in BUILTIN_ARCHITECTURES
-    builtin_reads = is_known and not is_speculators_config(config)  # it is in z-lab's format
+    is_zlabs = is_known and kind is not PEagleDraftConfig
+    builtin_reads = is_zlabs and not is_speculators_config(config)
     found = draft_findings(config, (kind or DFlashDraftConfig).nested_fields()) if builtin_reads else []
     try:
         quantization = read_quantization(find_quantization(config, checkpoint, revision))
@@ -110,6 +130,28 @@ def checkpoint_findings(
         if problem := flag_problem(quantization_flag, quantization):
             found.append(Unsupported(problem, quantization is None and builtin_reads))
     return found
+
+
+def unread_fields(config: Mapping[str, Any]) -> list[str]:
+    """Name the fields of a draft's config.json that are neither read nor refused, nor null."""
+    from transformers import Qwen3Config
+
+    kind = config_class(config.get("architectures")) or PEagleDraftConfig
+    own = kind.nested_fields() | (_PEAGLE_FIELDS if kind is PEagleDraftConfig else set())
+    of_layers = {*LayerFields.model_fields, *Qwen3Config().to_dict(), "partial_rotary_factor", *_OF_FILES}
+    places = [("", config, of_layers | own - NESTED_ONLY | {"dflash_config"})]
+    places += [(f"{name}.", as_object(config.get(name)), own) for name in ("dflash_config", "eagle_config")]
+    before, layers = "", config
+    if is_speculators_config(config):
+        before, layers = "transformer_layer_config.", as_object(config.get("transformer_layer_config"))
+        places = [("", config, speculators_fields(config) | of_layers), (before, layers, of_layers)]
+    places += [(f"{before}{name}.", as_object(layers.get(name)), _ROPE_FIELDS) for name in ROPES]
+    return [
+        f"{place}{name}"
+        for place, fields, known in places
+        for name, value in fields.items()
+        if value is not None and name not in known and field_of(name) is None
+    ]
 
 
 def is_flat_peagle(config: Mapping[str, Any], checkpoint: str) -> bool:
@@ -142,7 +184,7 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
         problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
     elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
         problems.append(f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {shown(inputs)}")
-    for name, neutral in (("mlp_bias", (None, False)), ("logit_scale", (None, 1, 1.0))):
+    for name, neutral in _NEUTRAL.items():
         if config.get(name) not in neutral:
             problems.append(f"{name} is {shown(config[name])}, which is not supported")
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")

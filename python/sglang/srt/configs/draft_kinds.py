@@ -5,7 +5,6 @@ more entries in `dflash_config`, `conv_kernel_size`, `conv_group_size`, `selecto
 P-EAGLE is speculators' `peagle`, converted to a flat config by `configs/speculators_format.py`.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -20,8 +19,6 @@ from sglang_dflash.srt.configs.fields import (
     first_name,
     shown,
 )
-
-logger = logging.getLogger(__name__)
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
@@ -145,16 +142,10 @@ class PEagleDraftConfig(DFlashDraftConfig):
         return True
 
     def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Refuse a draft window, and warn of a block that is longer than the trained one."""
+        """Refuse a draft window too."""
+        super().check_arguments(block_size, window)
         if window is not None:
             raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
-        if block_size - 1 > self.speculative_tokens:
-            logger.warning(
-                "P-EAGLE: %d tokens are to be drafted per step, but the draft was trained for %d; tokens "
-                "beyond those will seldom be accepted.",
-                block_size - 1,
-                self.speculative_tokens,
-            )
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         hidden, num_aux = self.hidden_size, len(self.target_layer_ids)

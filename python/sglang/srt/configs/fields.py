@@ -169,7 +169,7 @@ def _check_table(rope: RopeFields | None, info: ValidationInfo) -> RopeFields | 
 
 def _check_theta(value: float | None, info: ValidationInfo) -> float | None:
     """Check a base that is given, maybe by an embedding's own parameters too."""
-    ropes = {name: rope for name in _ROPES if (rope := info.data.get(name)) is not None}
+    ropes = {name: rope for name in ROPES if (rope := info.data.get(name)) is not None}
     given = {name: rope.rope_theta for name, rope in ropes.items() if "rope_theta" in rope.model_fields_set}
     if value is None and not given:
         raise ValueError("is null")
@@ -186,7 +186,7 @@ def _check_one_rope(scaling: RopeFields | None, info: ValidationInfo) -> RopeFie
     return scaling
 
 
-_ROPES = ("rope_parameters", "rope_scaling")
+ROPES = ("rope_parameters", "rope_scaling")
 Rope = Annotated[RopeFields | None, AfterValidator(_check_table)]
 
 
@@ -240,7 +240,7 @@ class LayerFields(StrictModel):
 
 def assumed_values(config: Mapping[str, Any]) -> list[str]:
     """Say which values of a draft's layers are missing, and what transformers assumes."""
-    ropes = [config.get(name) or {} for name in _ROPES]
+    ropes = [config.get(name) or {} for name in ROPES]
     places = {"rope_theta": [config, *ropes]}
     missing = (name for name in _ASSUMED if all(p.get(name) is None for p in places.get(name, [config])))
     return [f"{name} is missing, {_ASSUMED[name]} is assumed" for name in missing]

@@ -31,6 +31,7 @@ from sglang_dflash.srt.configs.fields import (
     shown,
     validated,
 )
+from sglang_dflash.srt.configs.unsupported import variant_findings
 
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
 _SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")
@@ -291,12 +292,20 @@ def _read(config: Mapping[str, Any], checkpoint: str, target_layers: int | None)
         served = ", ".join(SERVED_TYPES)
         problem = f"speculators_model_type {kind!r} is not served here (only {served}){hint}"
         raise DraftConfigError(checkpoint, [problem])
+    if found := variant_findings(config, {}, speculators_fields(config)):
+        raise DraftConfigError(checkpoint, [finding.what for finding in found])
     defaults: dict[str, Any] = {}
     if config.get("draft_vocab_size") is None:
         defaults["draft_vocab_size"] = _rows_of_head(config, checkpoint)
     if draft is _PEagle and target_layers is not None and config.get(_PEAGLE_INPUTS) is None:
         defaults[_PEAGLE_INPUTS] = default_layer_inputs(target_layers)
     return validated(draft, {**config, **defaults}, checkpoint)
+
+
+def speculators_fields(config: Mapping[str, Any]) -> set[str]:
+    """Return the fields that are read at the top level of a config.json of the library."""
+    draft = _DRAFTS.get(speculators_type(config), _Draft)
+    return {field.alias or name for name, field in draft.model_fields.items()}
 
 
 def _rows_of_head(config: Mapping[str, Any], checkpoint: str) -> Any:

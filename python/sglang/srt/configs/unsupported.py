@@ -1,17 +1,15 @@
 """Drafts published as DFlash that we do not serve, by their fields; backends of drafts.
 
-Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Other unknown fields of
-`dflash_config` are named in a warning, as they may be the trainer's notes.
+Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Fields that nobody knows
+are named in a warning, as they may be the trainer's notes.
 """
 
-import logging
+import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from sglang_dflash.srt.configs.fields import RopeKind, as_object, first_name, shown
-
-logger = logging.getLogger(__name__)
 
 # Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
@@ -21,30 +19,67 @@ PAGED_BACKENDS = ("fa3", "fa4")
 COUNT_WINDOW_FROM_ANCHOR = ("flashinfer",)
 COUNT_WINDOW_FROM_QUERY = ("triton", "fa3", "fa4")
 
-# field, or the beginning of several -> what it stands for. Absent, null, false and zero mean that the draft
-# has none.
-_REFUSED = {
-    "projector_type": "a projector behind the draft (Domino)",
-    "prefix_gru": "a Domino projector",
-    "gru_hidden_dim": "a Domino projector",
-    "emb_dim": "a Domino projector",
-    "pure_draft_prefix_len": "a Domino projector",
-    "shift_label": "a Domino projector",
-    "attention_mode": "another kind of attention",
-    "selector_": "this option of a candidate selector, under this architecture,",
-    "lilicorr_": "a correction head (LiLiCorr)",
-    "markov_": "a Markov head (DSpark)",
-    "conv_": "this option of convolutions, under this architecture,",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "scaled values",
-    "use_gemma_norm": "Gemma's RMSNorm",
-    "kv_lora_rank": "latent attention (MLA)",
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
-    "n_routed_experts": "a mixture of experts",
+
+def _as_json(value: Any) -> str:
+    is_whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if is_whole else value, default=str).lower()
+
+
+class Field(NamedTuple):
+    """A field that makes the draft another model, unless its value is read.
+
+    Attributes:
+        means: what the other values stand for.
+        read: the values that are read, of which null always is. They have types: true is not 1.
+        is_list: whether the field lists such a value for each layer.
+    """
+
+    means: str
+    read: tuple[Any, ...] = (None, False, 0)  # the draft has none
+    is_list: bool = False
+
+    def find_unread(self, value: Any) -> list[Any]:
+        """Return the values in the field that are not read."""
+        if value is None or self.is_list != isinstance(value, list):
+            return [] if value is None else [value]
+        read = [_as_json(known) for known in self.read]
+        return [one for one in (value if self.is_list else [value]) if _as_json(one) not in read]
+
+    @property
+    def words(self) -> str:
+        """Name the values that are read, as JSON has them."""
+        return ("a list of " if self.is_list else "") + " or ".join(map(_as_json, self.read))
+
+
+_DOMINO, _DSPARK, _LILICORR = "a Domino projector", "a Markov head (DSpark)", "a correction head (LiLiCorr)"
+_PROJECTOR, _ATTENTION = "another projector behind the draft", "another kind of attention"
+_SELECTOR, _MICRO = "this option of a candidate selector, under this architecture,", "a block of blocks"
+_MLA, _KDA = "latent attention (MLA)", "linear attention (KDA)"
+# Values that have a name.
+NAMED = {"domino": _DOMINO, "dspark": _DSPARK, "lilicorr": _LILICORR, "mla": _MLA, "kda": _KDA}
+_DOMINO_SIZES = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+# Fields of `dflash_config` and of the top level, by name, or by the beginning of several names.
+FIELDS = {
+    "projector_type": Field(_PROJECTOR, ("dflash", "dflash2")),
+    **dict.fromkeys(("prefix_gru", "shift_label", *_DOMINO_SIZES), Field(_DOMINO)),
+    "attention_mode": Field(_ATTENTION, ("gqa", "mha")),
+    "attention_modes": Field(_ATTENTION, ("gqa", "mha"), is_list=True),
+    "selector_": Field(_SELECTOR),
+    "lilicorr_": Field(_LILICORR),
+    "markov_": Field(_DSPARK),
+    "conv_": Field("this option of convolutions, under this architecture,"),
+    "attention_sink_bias": Field("attention sinks"),
+    "attention_value_scale": Field("scaled values"),
+    "use_gemma_norm": Field("Gemma's RMSNorm"),
+    "kv_lora_rank": Field("the width of latent attention (MLA)"),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), Field("a mixture of experts")),
+    **dict.fromkeys(("rope_is_neox_style", "is_neox_style"), Field("interleaved rotary embeddings", (True,))),
+    **dict.fromkeys(("micro_", "max_prev_micro_"), Field(_MICRO)),
+    "anchor_len": Field(_MICRO, (1,)),
 }
+_ROTARY_SHARE = Field("partial rotary embeddings", (1,))
 # Of these, what the built-in does not run under DFLASH either.
-_BUILTIN_LACKS = ("markov_", "selector_")
+BUILTIN_LACKS = (_PROJECTOR, _DSPARK, _SELECTOR, _ATTENTION, _MICRO, _MLA, _KDA)
 # Other models of drafts that the built-in runs under DFLASH.
 BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 
@@ -95,52 +130,45 @@ def variant_findings(
     config: Mapping[str, Any], nested: Mapping[str, Any], served: Collection[str]
 ) -> list[Unsupported]:
     """List what we do not run of a config and of its `nested` fields, the `served` aside."""
-    fields = [(f"dflash_config.{name}", name, nested[name]) for name in nested if name not in served]
-    fields += [(name, name, value) for name, value in config.items()]
-    findings = [
-        Unsupported(
-            f"{place} is {shown(value)}: {_REFUSED[entry]} is not supported", entry not in _BUILTIN_LACKS
-        )
-        for place, name, value in fields
-        if value and (entry := _entry(name)) is not None
-    ]
-    return findings + [Unsupported(problem, True) for problem in _rope_problems(config)]
+    named = [value for value in (nested.get("projector_type"), config.get("projector_type")) if value]
+    if named and not any(map(FIELDS["projector_type"].find_unread, named)):
+        served = {*served, *_DOMINO_SIZES}  # which the speculators library writes for every draft
+    found = []
+    for before, fields in (("dflash_config.", nested), ("", config)):
+        for name, value in fields.items():
+            field = None if name in served else field_of(name)
+            if field is not None and (unread := field.find_unread(value)):
+                means = NAMED.get(str(unread[0]).lower(), field.means)
+                what = f"{before}{name} is {shown(value)}: {means} is not supported (only {field.words})"
+                found.append(Unsupported(what, means not in BUILTIN_LACKS))
+    return found + [Unsupported(problem, True) for problem in _rope_problems(config)]
 
 
-def warn_of_unread_fields(nested: Mapping[str, Any], served: Collection[str]) -> None:
-    """Name the fields of `dflash_config` that are neither read nor refused."""
-    if unread := sorted(str(name) for name in nested if name not in served and _entry(name) is None):
-        logger.warning("DFLASH draft: fields of dflash_config that are not read: %s.", ", ".join(unread))
-
-
-def _entry(name: Any) -> str | None:
-    """Return a field's entry in `_REFUSED`; one that ends in "_" is that of all that begin so."""
-    return next((e for e in _REFUSED if name == e or e.endswith("_") and str(name).startswith(e)), None)
+def field_of(name: Any) -> Field | None:
+    """Return a field's entry in FIELDS; one that ends in "_" is that of all that begin so."""
+    return next((f for e, f in FIELDS.items() if name == e or e[-1] == "_" and str(name).startswith(e)), None)
 
 
 def _rope_problems(config: Mapping[str, Any]) -> list[str]:
-    """Find rotary embeddings that turn only a part of a head, or interleaved pairs.
+    """Find rotary embeddings that turn only a part of a head.
 
     A config copied from a target may carry the target's own partial factor and M-RoPE sections. `rope_dim`,
     if given, is what was trained, and decides.
     """
-    problems = []
     rope = as_object(config.get("rope_scaling") or config.get("rope_parameters"))
     head_dim, rope_dim = config.get("head_dim"), rope.get("rope_dim")
+    factor, own = config.get("partial_rotary_factor"), rope.get("partial_rotary_factor")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = "partial rotary embeddings are not supported"
-    if rope_dim not in (None, head_dim):
-        problems.append(f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: {partial}")
-    if rope_dim is None and (factor := config.get("partial_rotary_factor")) not in (None, 1):
-        problems.append(f"partial_rotary_factor is {factor!r}: {partial}")
+    if rope_dim is not None:
+        return (
+            [] if rope_dim == head_dim else [f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: {partial}"]
+        )
+    problems = []
+    if _ROTARY_SHARE.find_unread(factor):
+        doubt = "copied from a target it says nothing of the draft, and doctor --measure tries both"
+        problems.append(f"partial_rotary_factor is {factor!r}: {partial} (only 1); {doubt}")
     # transformers' Qwen3 layers, on which drafts are trained, do not read the factor of the default kind.
-    if (
-        rope_dim is None
-        and kind != "default"
-        and (factor := rope.get("partial_rotary_factor")) not in (None, 1)
-    ):
-        problems.append(f"partial_rotary_factor {factor!r} under {kind}: {partial}")
-    for name in ("rope_is_neox_style", "is_neox_style"):
-        if config.get(name) is False:
-            problems.append(f"{name} is false: interleaved rotary embeddings are not supported")
+    if kind != "default" and _ROTARY_SHARE.find_unread(own):
+        problems.append(f"partial_rotary_factor {own!r} under {kind}: {partial} (only 1)")
     return problems

@@ -186,6 +186,27 @@ def _read_flat(draft: Checkpoint, target_layers: int) -> dict[str, Any]:
         raise BadInput(str(error)) from error
 
 
+def _take_rotary_shares(flat: dict[str, Any]) -> tuple[float, ...]:
+    """Return the shares of a head that may be rotated; remove a factor at the top level.
+
+    Such a factor may be copied from the target. SGLang's built-in DFLASH follows it. transformers' Qwen3
+    layers, on which drafts are trained, read no factor for RoPE of the default kind, or did in some versions.
+    """
+    rope = flat.get("rope_scaling") or flat.get("rope_parameters") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("rope_dim") is not None or kind != "default":
+        return (1.0,)
+    top, own = flat.get("partial_rotary_factor"), rope.get("partial_rotary_factor")
+    if _is_share(top):
+        return flat.pop("partial_rotary_factor"), 1.0
+    return (1.0, own) if _is_share(own) else (1.0,)
+
+
+def _is_share(value: Any) -> bool:
+    """Return True for a part of a whole, without none and all of it."""
+    return isinstance(value, float) and 0 < value < 1
+
+
 def text_config(target: Checkpoint) -> SimpleNamespace:
     """Return the config of the target's language model. Raises BadInput if there is none."""
     if is_speculators_config(target.config) or config_class(target.config.get("architectures")):
@@ -206,10 +227,12 @@ class Pair:
         is_parsed: whether the draft's config could be parsed. Only then has a pair the attributes below.
         config: the draft's config, with the id of its mask token.
         hf_config: its flat Qwen3 config.
+        rotary_shares: the shares of a head that may be rotated: first the one that a server takes.
     """
 
     config: DFlashDraftConfig
     hf_config: Any
+    rotary_shares: tuple[float, ...]
 
     def __init__(self, target: Checkpoint, draft: Checkpoint):
         from transformers import Qwen3Config
@@ -219,7 +242,9 @@ class Pair:
         self.is_parsed = False
         self.config_faults: list[Finding] = []
         try:
-            hf_config = Qwen3Config(**_read_flat(draft, self.text_config.num_hidden_layers))
+            flat = _read_flat(draft, self.text_config.num_hidden_layers)
+            self.rotary_shares = _take_rotary_shares(flat)
+            hf_config = Qwen3Config(**flat)
             hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
             quantization_of(hf_config, draft.name)  # report its faults
             config = read_draft_config(hf_config, draft.name)

@@ -6,8 +6,9 @@ kernels or attention. Attention runs over all rows of a forward with a mask. Tes
 `speculators` library's own logits, and DFlash2 with the tests' reference.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,8 @@ class DraftedBlocks:
 class PlainDraft(ABC):
     """A draft in plain PyTorch.
 
-    `mask_token_id`, `embedding_scale` and `weights` may be changed, to draft by another reading of the
-    checkpoint.
+    `mask_token_id`, `embedding_scale`, `rotary_share` and `weights` may be changed, to draft by another
+    reading of the checkpoint.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class PlainDraft(ABC):
         embedding: torch.Tensor,
         head: torch.Tensor,
         target_scale: float = 1.0,
+        rotary_shares: Sequence[float] = (1.0,),
     ):
         """Set up a draft.
 
         `weights` are the checkpoint's tensors by name, without the prefix `model.`. If it lacks them,
         embedding [vocab, hidden] and head [draft vocab, hidden] are the target's, whose own module multiplies
-        embeddings by `target_scale`.
+        embeddings by `target_scale`. The first of `rotary_shares` is the share of a head that is rotated.
         """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
@@ -66,7 +68,8 @@ class PlainDraft(ABC):
         configured = draft.input_embedding_scale
         self.embedding_scale = self.target_scale if configured is None else configured
         self._head = weights.get("lm_head.weight", head)
-        self._rope = Qwen3RotaryEmbedding(hf_config).to(self._embedding.device)
+        self.rotary_share = rotary_shares[0]
+        self.ropes = {share: _rope(hf_config, share).to(self._embedding.device) for share in rotary_shares}
         self._offsets = weights["d2t"].long() if draft.has_own_vocabulary else None
 
     @property
@@ -170,8 +173,14 @@ class PlainDraft(ABC):
         heads = self._heads(f"{name}_proj", x, count)
         if f"{name}_norm.weight" in self.weights:
             heads = self._norm(f"{name}_norm", heads)
-        cos, sin = self._rope(heads, positions[None])
-        return apply_rotary_pos_emb(heads[None], heads[None], cos, sin)[0][0]
+        return self.rotate(heads, positions)
+
+    def rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Rotate the first channels of heads [count, R, head_dim], `rotary_share` of them."""
+        rope = self.ropes[self.rotary_share]
+        turned, rest = heads.split((rope.config.head_dim, heads.shape[-1] - rope.config.head_dim), dim=-1)
+        cos, sin = rope(turned, positions[None])
+        return torch.cat((apply_rotary_pos_emb(turned[None], turned[None], cos, sin)[0][0], rest), dim=-1)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -300,6 +309,14 @@ class PlainPEagle(PlainDraft):
             parts = states.chunk(len(self.draft.target_layer_ids), dim=-1)
             states = torch.cat([self._norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)], dim=-1)
         return self._linear("fc", states)
+
+
+def _rope(hf_config, share: float) -> Qwen3RotaryEmbedding:
+    """Return the rotary embedding of the first channels of a head, this share of them."""
+    config = copy.copy(hf_config)
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    config.head_dim = 2 * int(share * head_dim / 2)
+    return Qwen3RotaryEmbedding(config)
 
 
 def plain_draft(draft: DFlashDraftConfig, *args) -> PlainDraft:

@@ -1,4 +1,4 @@
-"""Other readings of a checkpoint's layer ids, mask token, embeddings and selector.
+"""Other readings of a checkpoint's layer ids, mask token, embeddings, rotary share and selector.
 
 Acceptance does not distinguish neighbouring layers of a target: it moves by a few percent, in either
 direction. The likelihood that the draft gives to the target's tokens does, over the same positions, if there
@@ -86,6 +86,16 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
             found.append(Reading(f"mask token {name}", problem, advice, changes={"mask_token_id": token_id}))
     if draft.target_scale != 1.0:
         found += _embedding_readings(draft)
+    for share in set(draft.ropes) - {draft.rotary_share}:
+        problem = (
+            f"the draft fits better with {share:g} of each head rotated than with {draft.rotary_share:g}"
+        )
+        advice = "Remove partial_rotary_factor from config.json: it is the target's"
+        if share < 1:
+            advice = f"Set partial_rotary_factor to {share:g} at the top level, for SGLang's built-in DFLASH"
+        found.append(
+            Reading(f"{share:g} of each head rotated", problem, advice, changes={"rotary_share": share})
+        )
     if isinstance(draft, PlainDFlash2):
         problem = "the draft fits better without its selector"
         advice = (

@@ -11,6 +11,7 @@ import torch
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
+from sglang_dflash.srt.configs.draft_formats import unread_fields
 from sglang_dflash.srt.configs.draft_kinds import depth_problem, vocabulary_difference
 from sglang_dflash.srt.configs.draft_tensors import vocabulary_problems
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
@@ -34,6 +35,9 @@ _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 def findings(pair: Pair) -> list[Finding]:
     """List all findings that need no model, faults first. Raises BadInput."""
     found = [*pair.config_faults, *_check_quantisation(pair), *_check_provenance(pair)]
+    if unread := unread_fields(pair.draft.config):
+        problem = f"config.json has fields that are not read: {', '.join(unread)}"
+        found.append(note(problem, "If one of them changes the model, it is of another format"))
     if pair.is_parsed:
         found += _check_tensors(pair)
         found += [*_check_vocabulary(pair), *_check_head(pair), *_check_mask_token(pair)]
@@ -181,6 +185,12 @@ def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
 
 
 def _check_rope(pair: Pair) -> Iterator[Finding]:
+    if len(pair.rotary_shares) > 1:
+        share = min(pair.rotary_shares)
+        problem = f"partial_rotary_factor is {share:g}, as the target's may be"
+        yield note(
+            problem, "The config cannot tell whether the draft was trained with it; --measure tries both"
+        )
     ours, theirs = _rope_theta(pair.hf_config.to_dict()), _rope_theta(vars(pair.text_config))
     if ours is not None and theirs is not None and ours != theirs:
         problem = f"rope_theta is {ours:g} in the draft and {theirs:g} in the target"

@@ -134,7 +134,7 @@ FALLBACKS = {
     "LiLiCorr": ({"dflash_config": {"lilicorr_hidden_size": 8}}, {}, "LiLiCorr"),
     "Gemma's norm": ({"use_gemma_norm": True}, {}, "Gemma's RMSNorm"),
     "experts": ({"num_experts": 8}, {}, "a mixture of experts"),
-    "partial RoPE": ({"partial_rotary_factor": 0.5}, {}, "partial rotary"),
+    "partial RoPE": ({"partial_rotary_factor": 0.5}, {}, "doctor --measure tries both"),
     "interleaved RoPE": ({"rope_is_neox_style": False}, {}, "interleaved rotary"),
     "another activation": ({"hidden_act": "swigluoai"}, {}, "hidden_act is 'swigluoai'"),
     "another quantization": ({"quantization_config": {"quant_method": "gptq"}}, {}, "quant_method 'gptq'"),
@@ -430,6 +430,19 @@ def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, 
     assert words in caplog.text
     if name == "no block size":
         assert resolving_view(record).speculative_num_draft_tokens == 16
+
+
+def test_what_is_told_at_the_start_is_told_once(tmp_path, caplog):
+    """Fields that are not read, and a block beyond the trained one of 8, by name."""
+    changes = {"loss_gamma": 4.0, "dflash_config": {"num_anchors": 512, "projector_type": "dflash"}}
+    resolve(record_of(changed_draft(changes, tmp_path), speculative_num_draft_tokens=16))
+    [unread] = [text for text in caplog.messages if "not read" in text]
+    assert unread.endswith("fields that are not read: loss_gamma, dflash_config.num_anchors.")
+    [longer] = [text for text in caplog.messages if "trained for 7" in text]
+    assert "15 tokens" in longer and "doctor --num-draft-tokens 16" in longer
+    caplog.clear()
+    resolve(record_of(speculative_num_draft_tokens=8))
+    assert not [text for text in caplog.messages if "not read" in text or "trained for" in text]
 
 
 def test_quantization_of_the_target_is_not_the_drafts(caplog):

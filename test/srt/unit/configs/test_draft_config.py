@@ -236,11 +236,6 @@ def test_what_a_dflash2_config_may_not_say(nested, words):
     assert any(all(word in problem for word in words) for problem in problems), problems
 
 
-def test_an_unknown_field_is_named_in_a_warning(caplog):
-    parse(nested={"loss_decay": 0.7, "num_anchors": 512})
-    assert "loss_decay, num_anchors" in caplog.text
-
-
 def test_a_mask_token_by_name():
     """The id wins if both are present."""
     named = parse(nested={"mask_token_id": None, "mask_token": "<|MASK|>"})

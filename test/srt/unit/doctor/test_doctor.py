@@ -490,6 +490,70 @@ def test_the_scale_of_embeddings(configured, scale, other, tmp_path):
     assert len(found) == 1 and other in found[0].label
 
 
+# A draft's config with a factor -> the reading that a server takes, and the one that is tried beside it.
+SHARES = {
+    "at the top, as a target's": ({"partial_rotary_factor": 0.5}, 0.5, 1.0),
+    "of the default kind": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        1.0,
+        0.5,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_doubtful_rotary_share_is_measured_both_ways(name, observed, tmp_path, capsys):
+    """The bundled draft was trained with whole heads, which shows whatever the config says."""
+    changes, taken, other = SHARES[name]
+    folder = make_draft(tmp_path / "draft", **changes)
+    assert examine(folder) == 0
+    assert "partial_rotary_factor is 0.5, as the target's may be" in capsys.readouterr().out
+    pair, found = measured_pair(folder, some(observed, 5))
+    assert pair.rotary_shares == (taken, other)
+    [tried] = [o for o in found.outcomes if "of each head rotated" in o.reading.label]
+    assert tried.reading.changes == {"rotary_share": other}
+    faults = measured_faults(pair, found)
+    if taken == 1.0:
+        assert not faults and tried.evidence.t < -4
+    else:
+        [line] = faults
+        assert re.search("with 1 of each head rotated than with 0.5.*Remove partial_rotary_factor", line)
+
+
+def test_a_share_of_a_head_is_rotated_as_by_the_engine():
+    """The first channels turn, as in SGLang's embedding of that width; the others stay."""
+    pair, table = open_pair(DRAFT), torch.ones(4, 256)
+    shares = (0.5, 1.0)
+    draft = plain_draft(pair.config, pair.hf_config, {}, table, table, 1.0, shares)
+    positions, width = torch.arange(7), 64
+    heads = torch.randn(2, 7, width, generator=torch.Generator().manual_seed(1))
+    for share in shares:
+        turned = int(width * share)
+        angles = positions[:, None] / 10000 ** (torch.arange(0, turned, 2) / turned)
+        first, second = heads[..., : turned // 2], heads[..., turned // 2 : turned]
+        cos, sin = angles.cos(), angles.sin()
+        rotated = first * cos - second * sin, second * cos + first * sin, heads[..., turned:]
+        draft.rotary_share = share
+        assert torch.allclose(draft.rotate(heads, positions), torch.cat(rotated, dim=-1), atol=1e-5)
+
+
+def test_a_block_beyond_the_trained_one_is_measured(observed, tmp_path, monkeypatch, capsys):
+    """The first tokens of a wider block are nearly those of the trained one; those beyond it seldom count."""
+    monkeypatch.setattr(measure, "observe", lambda *_: some(observed, 5))
+    shares = {}
+    for size in (8, 12):
+        assert examine(DRAFT, "--num-draft-tokens", str(size), "--json") == 0
+        shares[size] = json.loads(capsys.readouterr().out)["measured"]["readings"][0]
+    assert len(shares[8]["by_position"]) == 7 and len(shares[12]["by_position"]) == 11
+
+
+def test_unread_fields_are_noted(tmp_path, capsys):
+    assert examine(make_draft(tmp_path / "draft", dflash_config={"num_anchors": 512}, loss_gamma=4.0)) == 0
+    assert "note: config.json has fields that are not read: loss_gamma, dflash_config.num_anchors." in (
+        capsys.readouterr().out
+    )
+
+
 # --- the page ---
 
 
