@@ -169,8 +169,8 @@ def draft_fields() -> str:
     kinds_of_rope = names(get_args(fields.RopeKind))
     return (
         table(("field", "read, beside null", "other values stand for", "here", "built-in"), rows)
-        + f"\n\nOther values with a name: {'; '.join(named)}. Sizes of a Domino projector say nothing beside a "
-        "`projector_type` that is read."
+        + f"\n\nOther values with a name: {'; '.join(named)}. A Domino projector's sizes say nothing beside "
+        "a `projector_type` that is read."
         + f"\n\nThe architectures {others} fall back too, and a RoPE of another kind than {kinds_of_rope}."
     )
 

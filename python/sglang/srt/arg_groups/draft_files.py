@@ -35,7 +35,7 @@ def check_draft_config(checkpoint: str, revision: str | None = None) -> dict[str
 
 
 def remarks_on_config(checkpoint: str, revision: str | None = None) -> list[str]:
-    """Say which values of its layers the draft's config.json lacks, and which fields are not read."""
+    """Say which values of layers config.json lacks, and which of its fields are not read."""
     flat, config = check_draft_config(checkpoint, revision), read_config(checkpoint, revision)
     if flat is None or config is None:
         return []

@@ -278,7 +278,7 @@ class DFlashDraftConfig(StrictModel):
         return self.block_size - self.num_idle_rows
 
     def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Warn of a longer block than the trained one. Raise ValueError if the draft cannot run so.
+        """Warn of a longer block than the trained one; raise ValueError for what cannot run.
 
         `block_size` counts the anchor; `window` is in tokens.
         """

@@ -9,13 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
-from sglang_dflash.srt.configs.draft_config import (
-    FULL_ATTENTION,
-    NESTED_ONLY,
-    SLIDING_ATTENTION,
-    DFlashDraftConfig,
-    names_sliding_layers,
-)
+from sglang_dflash.srt.configs.draft_config import NESTED_ONLY, DFlashDraftConfig, names_sliding_layers
 from sglang_dflash.srt.configs.draft_kinds import (
     PEAGLE_ARCHITECTURE,
     PEAGLE_NORMS,
@@ -66,7 +60,7 @@ _OF_FILES = {"auto_map", "compression_config", "embed_requires_grad", "norm_outp
 _OF_FILES |= {"speculators_model_type", "speculators_version"}
 # A draft's positions are a text's, so M-RoPE's sections say nothing.
 _ROPE_FIELDS = {*RopeFields.model_fields, "rope_dim", "mrope_section", "mrope_interleaved"}
-_ROPE_FIELDS |= {FULL_ATTENTION, SLIDING_ATTENTION}  # whose own fields those may be
+_ROPE_FIELDS |= {"full_attention", "sliding_attention"}  # objects of these fields
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 _DEPTHS = ("num_depths", "speculative_tokens", "para_num", "para_depths")
 _LAYER_INPUTS = ("eagle_aux_hidden_state_layer_ids", "layer_ids")

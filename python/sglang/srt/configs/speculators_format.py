@@ -304,7 +304,7 @@ def _read(config: Mapping[str, Any], checkpoint: str, target_layers: int | None)
 
 def speculators_fields(config: Mapping[str, Any]) -> set[str]:
     """Return the fields that are read at the top level of a config.json of the library."""
-    draft = _DRAFTS.get(speculators_type(config), _Draft)
+    draft = _DRAFTS.get(str(speculators_type(config)), _Draft)
     return {field.alias or name for name, field in draft.model_fields.items()}
 
 

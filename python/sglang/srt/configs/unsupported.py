@@ -21,6 +21,7 @@ COUNT_WINDOW_FROM_QUERY = ("triton", "fa3", "fa4")
 
 
 def _as_json(value: Any) -> str:
+    """Return a value by which types are told apart, but for 1 and 1.0, or for capitals."""
     is_whole = isinstance(value, float) and value.is_integer()
     return json.dumps(int(value) if is_whole else value, default=str).lower()
 
@@ -40,10 +41,10 @@ class Field(NamedTuple):
 
     def find_unread(self, value: Any) -> list[Any]:
         """Return the values in the field that are not read."""
-        if value is None or self.is_list != isinstance(value, list):
-            return [] if value is None else [value]
-        read = [_as_json(known) for known in self.read]
-        return [one for one in (value if self.is_list else [value]) if _as_json(one) not in read]
+        if value is not None and self.is_list != isinstance(value, list):
+            return [value]
+        values, read = value if isinstance(value, list) else [value], [None, *self.read]
+        return [one for one in values if _as_json(one) not in map(_as_json, read)]
 
     @property
     def words(self) -> str:
@@ -161,9 +162,8 @@ def _rope_problems(config: Mapping[str, Any]) -> list[str]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     partial = "partial rotary embeddings are not supported"
     if rope_dim is not None:
-        return (
-            [] if rope_dim == head_dim else [f"rope_dim is {rope_dim!r} of a head of {head_dim!r}: {partial}"]
-        )
+        rotated = f"rope_dim is {rope_dim!r} of a head of {head_dim!r}"
+        return [] if rope_dim == head_dim else [f"{rotated}: {partial}"]
     problems = []
     if _ROTARY_SHARE.find_unread(factor):
         doubt = "copied from a target it says nothing of the draft, and doctor --measure tries both"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 
 from sglang_dflash.srt.configs.checkpoint import Stored, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
@@ -202,7 +202,7 @@ def _take_rotary_shares(flat: dict[str, Any]) -> tuple[float, ...]:
     return (1.0, own) if _is_share(own) else (1.0,)
 
 
-def _is_share(value: Any) -> bool:
+def _is_share(value: Any) -> TypeGuard[float]:
     """Return True for a part of a whole, without none and all of it."""
     return isinstance(value, float) and 0 < value < 1
 

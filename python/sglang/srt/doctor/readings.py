@@ -1,4 +1,4 @@
-"""Other readings of a checkpoint's layer ids, mask token, embeddings, rotary share and selector.
+"""Other readings of a checkpoint: layer ids, mask token, embeddings, RoPE, selector.
 
 Acceptance does not distinguish neighbouring layers of a target: it moves by a few percent, in either
 direction. The likelihood that the draft gives to the target's tokens does, over the same positions, if there
