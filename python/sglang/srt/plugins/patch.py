@@ -98,11 +98,14 @@ def wrapping(target: str, ours: str, **fields: Any) -> Patch:
 
     def build() -> Any:
         original, wrapper = resolve(target)[1], load_ours(ours)()  # another plugin's wrapper stays
+        if getattr(original, "wrapper", None) is wrapper:  # a second server in this process
+            return original
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
+        wrapped.wrapper = wrapper  # type: ignore[attr-defined]
         return wrapped
 
     return Patch(target=target, build=build, **fields)

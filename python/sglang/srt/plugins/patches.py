@@ -4,6 +4,7 @@
 |---|---|---|
 | `AT_LOAD` | when SGLang loads its plugins | every process |
 | `AT_FRONT_END` | when the arguments turn out to request DFLASH | the process that receives requests |
+| `AT_DETOKENIZER` | when it begins | the detokenizers of servers that run DFLASH |
 | `AT_WORKER` | before the worker is built | scheduler processes that run DFLASH; others keep stock code |
 | `AT_FALLBACK` | when SGLang loads its plugins | processes of servers of SGLang's own DFLASH |
 | `AT_CPU_ATTENTION` | when our CPU attention is built | with DFLASH, or if SGLang's cannot run a target |
@@ -26,6 +27,7 @@ SPEED = "faster operators on a CPU"
 RECURRENT_WIDTH = "adaptive width for targets with recurrent states"
 CONTROL_CHECKS = "checks of control requests"
 CONTROL_REQUESTS = "docs/dev/upstream/control-requests.md"
+STREAMS = "streamed text whose chunks end inside characters"
 
 # Targets with recurrent states and several ranks, with a draft or without. Part of AT_LOAD.
 AT_CPU_LOAD = (
@@ -172,6 +174,47 @@ AT_FRONT_END = (
         why="SGLang 0.5.22 loses arguments if one chunk holds several steps of a required call",
         build=call_ours("srt.plugins.tool_parsers.json_arrays_in_pieces"),
     ),
+    wrapping(
+        target="sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
+        upstream="docs/dev/upstream/plugin-doors.md",
+        feature=STREAMS,
+        signature="(server_args, port_args, run_detokenizer_process_func)",
+        why="a detokenizer does not know at load which algorithm its server runs",
+        ours="srt.plugins.streams.launch_our_detokenizers",
+    ),
+    wrapping(
+        target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
+        upstream="https://github.com/sgl-project/sglang/pull/40115",
+        feature="log probabilities of every token in streamed chats",
+        signature="(self, content, index, request, created, stream_offsets, reasoning_parser_dict, parser_dict, "
+        "has_tool_calls, choice_logprobs, finish_reason_type, continuous_usage_stats, prompt_tokens, "
+        "reasoning_tokens, completion_tokens)",
+        why="SGLang drops the log probabilities of a step that adds no text, as one inside a character",
+        ours="srt.plugins.streams.keep_logprobs",
+    ),
+    *(
+        wrapping(
+            target=f"sglang.srt.entrypoints.ollama.serving.OllamaServing.{name}",
+            upstream="https://github.com/sgl-project/sglang/pull/17961",
+            feature="whole answers in Ollama's streams",
+            signature="(self, gen_request, raw_request, model_name)",
+            why="SGLang drops the text of the chunk that ends an answer, which is up to a block",
+            ours="srt.plugins.streams.stream_to_the_end",
+        )
+        for name in ("_stream_chat_response", "_stream_generate_response")
+    ),
+)
+
+AT_DETOKENIZER = (
+    Patch(
+        target="sglang.srt.managers.detokenizer_manager.DecodeStatus",
+        upstream="https://github.com/sgl-project/sglang/pull/31564",
+        feature=STREAMS,
+        is_class=True,
+        signature="(decoded_text, decode_ids, surr_offset, read_offset)",
+        why="if chunks end inside characters, the offset of what was sent goes back, and text is sent twice",
+        build=load_ours("srt.plugins.streams.DecodeStatus"),
+    ),
 )
 
 _REPORTS = Patch(
@@ -242,6 +285,14 @@ AT_WORKER = (
         why="with a draft SGLang samples a token for requests of zero tokens, and reports its probability",
         ours="srt.speculative.dflash_utils.leave_out_undrawn_token",
     ),
+    wrapping(
+        target="sglang.srt.managers.schedule_batch.Req.check_match_stop_str_prefix",
+        upstream="docs/dev/upstream/begun-stops.md",
+        feature="streams that hold back a stop string from its first character on",
+        signature="(self)",
+        why="a chunk that ends inside a character of a stop string sends the characters before",
+        ours="srt.speculative.dflash_utils.withhold_begun_stops",
+    ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
         upstream="docs/dev/upstream/weight-updates.md",
@@ -289,6 +340,7 @@ AT_FALLBACK = (_REPORTS,)
 TABLES = {
     "AT_LOAD": AT_LOAD,
     "AT_FRONT_END": AT_FRONT_END,
+    "AT_DETOKENIZER": AT_DETOKENIZER,
     "AT_WORKER": AT_WORKER,
     "AT_CPU_ATTENTION": AT_CPU_ATTENTION,
 }

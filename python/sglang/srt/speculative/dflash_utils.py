@@ -116,3 +116,17 @@ def _stop_token_by_token(req: Any, check: Callable[[Any], None], num_old: int) -
             break
     req.output_ids, req.grammar = output_ids, grammar
     req.finished_reason, req.finished_len = found
+
+
+def withhold_begun_stops(is_in_stop: Callable[[Any], bool], req: Any) -> bool:
+    """Return whether a stream must wait, in `Req.check_match_stop_str_prefix`.
+
+    SGLang compares the end of the text with the beginnings of the stop strings. The text may end inside a
+    character of a stop string, behind which SGLang finds none of them.
+    """
+    stops = req.sampling_params.stop_strs
+    if not stops or is_in_stop(req):
+        return bool(stops)
+    # A character has four bytes at most, and a byte may be a token. U+FFFD stands for the beginning of one.
+    text = req.tail_str(4 * max(map(len, stops))).rstrip("\ufffd")
+    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))

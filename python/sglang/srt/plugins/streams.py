@@ -1,0 +1,95 @@
+"""What SGLang keeps of a stream between two chunks, right for chunks of many tokens.
+
+SGLang's streams were written for a token a step. A step of DFLASH may end inside a character, and it may hold
+an answer's last words together with its end.
+"""
+
+import copy
+import functools
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.managers import detokenizer_manager
+from sglang.srt.runtime_context import get_serving
+
+from sglang_dflash.srt.plugins import patch, patches
+
+
+class DecodeStatus(detokenizer_manager.DecodeStatus):
+    """A stream's state in the detokenizer. What was sent stays sent.
+
+    If a chunk ends inside a character, SGLang sends the printable text before it. With the next chunk that may
+    be less text than before, and SGLang's offset went back.
+    """
+
+    _sent_offset = 0
+
+    @property
+    def sent_offset(self) -> int:
+        """Number of characters that were sent."""
+        return self._sent_offset
+
+    @sent_offset.setter
+    def sent_offset(self, offset: int) -> None:
+        self._sent_offset = max(self._sent_offset, offset)
+
+
+def run_detokenizer(run: Callable[..., None], *args: Any) -> None:
+    """Patch a detokenizer, and run it: the main function of its process."""
+    patch.install(patches.AT_DETOKENIZER)
+    run(*args)
+
+
+def launch_our_detokenizers(
+    launch: Callable[..., Any], server_args: Any, port_args: Any, run_detokenizer_process_func: Any
+) -> Any:
+    """Launch detokenizers that make our patches, in `Engine._launch_detokenizer_subprocesses`."""
+    return launch(server_args, port_args, functools.partial(run_detokenizer, run_detokenizer_process_func))
+
+
+async def keep_logprobs(
+    stream: Callable[..., AsyncIterator[str]], serving: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[str]:
+    """Stream a step of a chat with its log probabilities, in `OpenAIServingChat._generate_stream_content`.
+
+    SGLang drops them if the step adds no text, as one inside a character. Our chunk is the one that SGLang
+    sends if it parses reasoning or tools.
+    """
+    from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
+
+    is_sent = False
+    async for chunk in stream(serving, *args, **kwargs):
+        is_sent = True
+        yield chunk
+    if not is_sent and kwargs["choice_logprobs"] is not None:
+        yield build_sse_content(
+            chunk_id=kwargs["content"]["meta_info"]["id"],
+            created=kwargs["created"],
+            model=kwargs["request"].model,
+            index=kwargs["index"],
+            logprobs=kwargs["choice_logprobs"],
+        )
+
+
+async def stream_to_the_end(
+    stream: Callable[..., Any], serving: Any, gen_request: Any, raw_request: Any, model_name: str
+) -> Any:
+    """Stream an answer to a client of Ollama, in `OllamaServing._stream_chat_response` and its sibling.
+
+    SGLang drops the text of the chunk that ends an answer, and takes each chunk for the whole text so far, as
+    it is without --incremental-streaming-output.
+    """
+
+    async def whole_texts(*args: Any) -> AsyncIterator[dict[str, Any]]:
+        said = ""
+        async for chunk in serving.tokenizer_manager.generate_request(*args):
+            before, text = said, chunk.get("text", "")
+            said = said + text if get_serving().incremental_streaming_output else text
+            if said != before and chunk["meta_info"].get("finish_reason") is not None:
+                yield {"text": said, "meta_info": {}}
+            yield chunk | {"text": said}
+
+    served = copy.copy(serving)
+    served.tokenizer_manager = SimpleNamespace(generate_request=whole_texts)
+    return await stream(served, gen_request, raw_request, model_name)
