@@ -26,6 +26,7 @@ context.get_parallel = lambda: SimpleNamespace(attn_dp_enabled=False)
 context.get_lora = lambda: SimpleNamespace(enable_lora=False)
 from sglang.srt.plugins import load_plugins
 load_plugins()
+import sglang.srt.managers.detokenizer_manager as detokenizer_manager
 import sglang.srt.managers.scheduler as scheduler
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.models.registry import ModelRegistry
@@ -49,6 +50,7 @@ def look(algorithm="NGRAM"):
         "draft model": ModelRegistry.models["DFlashDraftModel"].__module__,
         "torch_native": torch_native(algorithm),
         "request check": scheduler.validate_dflash_request.__module__,
+        "streams": detokenizer_manager.DecodeStatus.__module__,
     }
 
 args = SimpleNamespace(

@@ -5,17 +5,12 @@ a prompt, behind the token of the prefill, and ends. Other prompts are left alon
 """
 
 import random
-from pathlib import Path
 
 import torch
-from serving import importing
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
-FORCED = {
-    "SGLANG_DFLASH_OBSERVERS": "support.forced_texts:ForcedTexts",
-    **importing(Path(__file__).parents[1]),
-}
+FORCED = {"SGLANG_DFLASH_OBSERVERS": "support.forced_texts:ForcedTexts"}
 
 
 def prompt_for(text: str) -> str:
@@ -46,7 +41,9 @@ class ForcedTexts(CycleObserver):
             begin = int(cycle.committed[row]) - len(req.origin_input_ids) - 1
             says = torch.tensor([text[min(begin + slot, len(text) - 1)] for slot in range(width + 1)])
             kept = random.Random(f"{text}{begin}").randrange(width)
-            block.tokens[row, 1:] = torch.where(torch.arange(1, width) > kept, says[1:width] ^ 1, says[1:width])
+            block.tokens[row, 1:] = torch.where(
+                torch.arange(1, width) > kept, says[1:width] ^ 1, says[1:width]
+            )
             self.wanted[row] = says[1 : self.wanted.shape[1] + 1]
 
     def on_verified(self, batch, block, logits):

@@ -3,7 +3,7 @@
 import random
 
 SCRIPTS = {
-    "Chinese": "你好，世界！今天讨论 Python 函数 read_config 的实现。首先，打开文件，然后解析 JSON 数据。\n出错返回 None。",
+    "Chinese": "你好，世界！今天讨论函数 read_config 的实现。首先打开文件，然后解析 JSON。\n出错返回 None。",
     "Japanese": "def f(x):  # 引数 x を二倍にして返す\n    return x * 2  # 結果。テスト test も書く。",
     "Korean": "안녕하세요, 오늘은 API 문서를 정리합니다.\n예제 code 를 보세요. x = 1",
     "Arabic": "مرحبا بالعالم، هذا code بلغة python.\nالنتيجة: x = ٣ ثم return.",

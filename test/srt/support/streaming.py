@@ -133,9 +133,15 @@ ENDPOINTS = (
     Native("/generate", _native, _natives, _natives, takes_n=True),
     Endpoint("/v1/completions", _openai, _choices("text"), _choices("text"), takes_n=True),
     Endpoint(
-        "/v1/chat/completions", _chat, _choices("message", "content"), _choices("delta", "content"), takes_n=True
+        "/v1/chat/completions",
+        _chat,
+        _choices("message", "content"),
+        _choices("delta", "content"),
+        takes_n=True,
     ),
-    Endpoint("/invocations", _chat, _choices("message", "content"), _choices("delta", "content"), takes_n=True),
+    Endpoint(
+        "/invocations", _chat, _choices("message", "content"), _choices("delta", "content"), takes_n=True
+    ),
     Endpoint(
         "/v1/responses",
         _responses,
@@ -155,7 +161,10 @@ ENDPOINTS = (
         _one(lambda event: event["message"]["content"]),
     ),
     Endpoint(
-        "/api/generate", _ollama, _one(lambda answer: answer["response"]), _one(lambda event: event["response"])
+        "/api/generate",
+        _ollama,
+        _one(lambda answer: answer["response"]),
+        _one(lambda event: event["response"]),
     ),
     Native(
         "/vertex_generate", _vertex, lambda answer: _natives(answer["predictions"]), _natives, takes_n=True

@@ -186,8 +186,8 @@ AT_FRONT_END = (
         target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
         upstream="https://github.com/sgl-project/sglang/pull/40115",
         feature="log probabilities of every token in streamed chats",
-        signature="(self, content, index, request, created, stream_offsets, reasoning_parser_dict, parser_dict, "
-        "has_tool_calls, choice_logprobs, finish_reason_type, continuous_usage_stats, prompt_tokens, "
+        signature="(self, content, index, request, created, stream_offsets, reasoning_parser_dict, "
+        "parser_dict, has_tool_calls, choice_logprobs, finish_reason_type, continuous_usage_stats, prompt_tokens, "
         "reasoning_tokens, completion_tokens)",
         why="SGLang drops the log probabilities of a step that adds no text, as one inside a character",
         ours="srt.plugins.streams.keep_logprobs",
@@ -286,12 +286,12 @@ AT_WORKER = (
         ours="srt.speculative.dflash_utils.leave_out_undrawn_token",
     ),
     wrapping(
-        target="sglang.srt.managers.schedule_batch.Req.check_match_stop_str_prefix",
+        target="sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
         upstream="docs/dev/upstream/begun-stops.md",
-        feature="streams that hold back a stop string from its first character on",
-        signature="(self)",
-        why="a chunk that ends inside a character of a stop string sends the characters before",
-        ours="srt.speculative.dflash_utils.withhold_begun_stops",
+        feature="stop strings held back from their first character on",
+        signature="(self, req)",
+        why="a chunk that ends inside a stop string's character, and part of a whole answer, is sent with it",
+        ours="srt.speculative.dflash_utils.hold_begun_stops",
     ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",

@@ -19,8 +19,8 @@ from sglang_dflash.srt.plugins import patch, patches
 class DecodeStatus(detokenizer_manager.DecodeStatus):
     """A stream's state in the detokenizer. What was sent stays sent.
 
-    If a chunk ends inside a character, SGLang sends the printable text before it. With the next chunk that may
-    be less text than before, and SGLang's offset went back.
+    If a chunk ends inside a character, SGLang sends the printable text before it. With the next chunk that
+    may be less text, and SGLang's offset goes back.
     """
 
     _sent_offset = 0
@@ -44,14 +44,14 @@ def run_detokenizer(run: Callable[..., None], *args: Any) -> None:
 def launch_our_detokenizers(
     launch: Callable[..., Any], server_args: Any, port_args: Any, run_detokenizer_process_func: Any
 ) -> Any:
-    """Launch detokenizers that make our patches, in `Engine._launch_detokenizer_subprocesses`."""
+    """Wrap `Engine._launch_detokenizer_subprocesses`: launch detokenizers that make our patches."""
     return launch(server_args, port_args, functools.partial(run_detokenizer, run_detokenizer_process_func))
 
 
 async def keep_logprobs(
     stream: Callable[..., AsyncIterator[str]], serving: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
-    """Stream a step of a chat with its log probabilities, in `OpenAIServingChat._generate_stream_content`.
+    """Wrap `OpenAIServingChat._generate_stream_content`: keep a step's log probabilities.
 
     SGLang drops them if the step adds no text, as one inside a character. Our chunk is the one that SGLang
     sends if it parses reasoning or tools.
@@ -75,10 +75,10 @@ async def keep_logprobs(
 async def stream_to_the_end(
     stream: Callable[..., Any], serving: Any, gen_request: Any, raw_request: Any, model_name: str
 ) -> Any:
-    """Stream an answer to a client of Ollama, in `OllamaServing._stream_chat_response` and its sibling.
+    """Wrap the streams of `OllamaServing`: send an answer to its end.
 
-    SGLang drops the text of the chunk that ends an answer, and takes each chunk for the whole text so far, as
-    it is without --incremental-streaming-output.
+    SGLang drops the text of the chunk that ends an answer. It takes each chunk for the whole text so far,
+    which it is without --incremental-streaming-output.
     """
 
     async def whole_texts(*args: Any) -> AsyncIterator[dict[str, Any]]:

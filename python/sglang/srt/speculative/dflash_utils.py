@@ -118,15 +118,22 @@ def _stop_token_by_token(req: Any, check: Callable[[Any], None], num_old: int) -
     req.finished_reason, req.finished_len = found
 
 
-def withhold_begun_stops(is_in_stop: Callable[[Any], bool], req: Any) -> bool:
-    """Return whether a stream must wait, in `Req.check_match_stop_str_prefix`.
+def hold_begun_stops(accept: Callable[..., None], outputs: Any, *, req: Any) -> None:
+    """Wrap `_GenerationStreamAccumulator.accept`: keep what may begin a stop string.
 
-    SGLang compares the end of the text with the beginnings of the stop strings. The text may end inside a
-    character of a stop string, behind which SGLang finds none of them.
+    SGLang compares the end of a stream with the beginnings of its stop strings. Behind a part of a character
+    it finds none. Parts of an answer that is not streamed are not compared at all.
     """
+    is_due = req.stream or len(req.output_ids) % outputs.default_force_stream_interval == 0
+    if req.finished() or not is_due or not _ends_in_a_stop(req):
+        accept(outputs, req=req)
+
+
+def _ends_in_a_stop(req: Any) -> bool:
+    """Return whether a request's text ends with the beginning of a stop string."""
     stops = req.sampling_params.stop_strs
-    if not stops or is_in_stop(req):
-        return bool(stops)
-    # A character has four bytes at most, and a byte may be a token. U+FFFD stands for the beginning of one.
+    if not stops:
+        return False
+    # A character has four bytes at most, and a byte may be a token. U+FFFD stands for a part of a character.
     text = req.tail_str(4 * max(map(len, stops))).rstrip("\ufffd")
     return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))

@@ -1,6 +1,7 @@
 """What SGLang keeps of a stream between two chunks, at 1 to 16 tokens a chunk."""
 
 import asyncio
+import functools
 import json
 import random
 from types import SimpleNamespace
@@ -9,16 +10,15 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import CHAT_TARGET, TARGET
 from sglang.srt.entrypoints.ollama.serving import OllamaServing
-from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.scripts import SCRIPTS
 from transformers import AutoTokenizer
 
 from sglang_dflash.srt.plugins import streams
-from sglang_dflash.srt.speculative.dflash_utils import withhold_begun_stops
+from sglang_dflash.srt.speculative.dflash_utils import hold_begun_stops
 
 
 @pytest.fixture(params=[TARGET, CHAT_TARGET], ids=lambda path: path.name)
@@ -33,14 +33,14 @@ def ours(monkeypatch):
     monkeypatch.setattr(detokenizer_manager, "DecodeStatus", streams.DecodeStatus)
 
 
-def streamed(tokenizer, ids: list[int], lengths) -> list[str]:
+def streamed(tokenizer, ids: list[int], lengths: list[int]) -> list[str]:
     """What the detokenizer sends for chunks of these lengths."""
     manager = object.__new__(DetokenizerManager)
     manager.tokenizer, manager.vocab_size, manager.decode_status = tokenizer, len(tokenizer), {}
     manager.disable_tokenizer_batch_decode = manager.is_tool_call_parser_gpt_oss = False
     begin, sent = 0, []
-    while begin < len(ids):
-        end = begin + next(lengths)
+    for length in lengths:
+        end = begin + length
         batch = SimpleNamespace(
             rids=["r"],
             decoded_texts=[""],
@@ -53,6 +53,8 @@ def streamed(tokenizer, ids: list[int], lengths) -> list[str]:
         )
         sent += manager._decode_batch_token_id_output(batch)
         begin = end
+        if begin >= len(ids):
+            break
     return sent
 
 
@@ -63,11 +65,11 @@ def wrong_streams(tokenizer) -> list[tuple]:
         ids = tokenizer.encode(text, add_special_tokens=False)
         for seed, most in enumerate([*range(1, 17)] * 3):
             draw = random.Random(seed)
-            is_even = seed < 16
-            lengths = iter(lambda: most if is_even else draw.randint(1, most), None)
             first = draw.randrange(3)
+            least = most if seed < 16 else 1
+            lengths = [draw.randint(least, most) for _ in ids]
             if "".join(streamed(tokenizer, ids[first:], lengths)) != tokenizer.decode(ids[first:]):
-                wrong.append((script, most, is_even))
+                wrong.append((script, least, most))
     return wrong
 
 
@@ -77,47 +79,82 @@ def test_joined_chunks_are_the_whole_text(tokenizer, ours):
 
 def test_without_our_patch_they_are_not(tokenizer):
     """Control: SGLang alone sends some text twice, if chunks have several tokens."""
-    assert {most > 1 for _, most, _ in wrong_streams(tokenizer)} == {True}
+    assert {most > 1 for _, _, most in wrong_streams(tokenizer)} == {True}
 
 
-def request_of(tokenizer, stop: list[str], ids: list[int]) -> Req:
+def request_of(tokenizer, stop: list[str], ids: list[int], is_stream: bool = True) -> Req:
     params = SamplingParams(stop=stop, max_new_tokens=64)
     params.normalize(tokenizer)
-    req = Req("0", "", [1], params, vocab_size=len(tokenizer))
+    req = Req("0", "", [1], params, vocab_size=len(tokenizer), stream=is_stream)
     req.tokenizer, req.output_ids = tokenizer, ids
     return req
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_begun_stop_is_held_back(script, tokenizer):
-    """Stop at each word: no stream goes on while its text ends inside a beginning of the stop."""
-    text = SCRIPTS[script]
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    stop = text[len(text) // 2 :][:3]
-    begins = text.index(stop)
-    sent_too_early = {"SGLang's": 0, "ours": 0}
-    for end in range(1, len(ids)):
-        said = tokenizer.decode(ids[:end])
-        if stop in said:
-            break
-        req = request_of(tokenizer, [stop], ids[:end])
-        is_inside = len(said.rstrip("\ufffd")) > begins
-        sent_too_early["SGLang's"] += is_inside and not req.check_match_stop_str_prefix()
-        sent_too_early["ours"] += is_inside and not withhold_begun_stops(Req.check_match_stop_str_prefix, req)
-    assert sent_too_early["ours"] == 0
+def is_sent(req: Req, interval: int = 1) -> bool:
+    sent = []
+    outputs = SimpleNamespace(default_force_stream_interval=interval)
+    hold_begun_stops(lambda outputs, req: sent.append(req), outputs, req=req)
+    return bool(sent)
 
 
-def test_sglang_alone_sends_a_begun_stop(tokenizer):
-    """Control."""
-    ids = tokenizer.encode("x 世界", add_special_tokens=False)
-    req = request_of(tokenizer, ["世界"], ids[:-1])
-    assert tokenizer.decode(ids[:-1]).endswith("世\ufffd")
-    assert not req.check_match_stop_str_prefix()
-    assert withhold_begun_stops(Req.check_match_stop_str_prefix, req)
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+def test_no_text_goes_out_that_a_stop_takes_back(is_stream, tokenizer):
+    """Stop at three characters of each script, and look at every place before their end."""
+    sglang_sent = 0
+    for text in SCRIPTS.values():
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        stop = text[len(text) // 2 :][:3]
+        begin = text.index(stop)
+        for end in range(1, len(ids)):
+            said = tokenizer.decode(ids[:end])
+            if stop in said:
+                break
+            req = request_of(tokenizer, [stop], ids[:end], is_stream)
+            is_inside = len(said.rstrip("\ufffd")) > begin
+            sglang_sent += is_inside and not req.check_match_stop_str_prefix()
+            assert not (is_inside and is_sent(req)), f"{said!r} before {stop!r}"
+    assert sglang_sent, "SGLang alone holds these back, so the test proves nothing"
 
 
-def test_other_text_is_not_held_back(tokenizer):
+def test_other_text_goes_out(tokenizer):
     for text in ("界", "世 x", "x \ufffd"):
-        req = request_of(tokenizer, ["世界"], tokenizer.encode(text, add_special_tokens=False))
-        assert not withhold_begun_stops(Req.check_match_stop_str_prefix, req)
-    assert not withhold_begun_stops(Req.check_match_stop_str_prefix, request_of(tokenizer, [], [5]))
+        assert is_sent(request_of(tokenizer, ["世界"], tokenizer.encode(text, add_special_tokens=False)))
+    begun = tokenizer.encode("世", add_special_tokens=False)
+    assert is_sent(request_of(tokenizer, [], begun)) and not is_sent(request_of(tokenizer, ["世界"], begun))
+    whole = request_of(tokenizer, ["世界"], begun, is_stream=False)
+    assert is_sent(whole, interval=len(begun) + 1), "SGLang was not asked whether the answer is due"
+    whole.finished_reason = FINISH_LENGTH(length=len(begun))
+    assert is_sent(whole)
+
+
+# (text so far, tokens) of a stream whose last chunk holds text
+CHUNKS = ("def", "def 世", "def 世界 x")
+
+
+@pytest.mark.parametrize("is_incremental", [False, True], ids=["whole texts", "pieces"])
+@pytest.mark.parametrize("name", ["_stream_chat_response", "_stream_generate_response"])
+def test_ollama_streams_to_the_end(name, is_incremental, monkeypatch):
+    texts = CHUNKS
+    if is_incremental:
+        texts = [text.removeprefix(before) for before, text in zip(("", *CHUNKS), CHUNKS)]
+
+    async def generate_request(*args):
+        for text in texts:
+            end = {"type": "stop"} if text is texts[-1] else None
+            yield {"text": text, "meta_info": {"finish_reason": end}}
+
+    async def read(stream) -> str:
+        serving = OllamaServing(SimpleNamespace(generate_request=generate_request))
+        events = [json.loads(line) async for line in (await stream(serving, None, None, "m")).body_iterator]
+        assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True]
+        return "".join(
+            event["message"]["content"] if "message" in event else event["response"] for event in events
+        )
+
+    monkeypatch.setattr(
+        streams, "get_serving", lambda: SimpleNamespace(incremental_streaming_output=is_incremental)
+    )
+    sglang_stream = getattr(OllamaServing, name)
+    ours = functools.partial(streams.stream_to_the_end, sglang_stream)
+    assert asyncio.run(read(ours)) == CHUNKS[-1]
+    assert asyncio.run(read(sglang_stream)) != CHUNKS[-1], "SGLang streams to the end: drop our patch"

@@ -1,0 +1,43 @@
+"""Requests with texts of several bytes a character, streamed on every endpoint: joined is whole."""
+
+import concurrent.futures
+import random
+
+from serving import Server
+from support.forced_texts import prompt_for
+from support.scripts import text_of
+from support.streaming import ENDPOINTS, Endpoint
+
+LIMIT = 400
+
+
+def draw_request(draw: random.Random, endpoint: Endpoint) -> tuple[str, str, dict]:
+    """A text, what is said of it, and sampling fields: half of them with a stop, some with two answers."""
+    text, sampling = text_of(draw), {}
+    said = text
+    places = [at for at in range(1, len(text) - 3) if not text[at].isascii()]
+    if places and draw.random() < 0.5:
+        begin = draw.choice(places)  # the token before the text is ASCII, and cannot begin the stop
+        stop = text[begin : begin + draw.randrange(1, 4)]
+        sampling["stop"] = [stop, "never said"]
+        said = text.partition(stop)[0]
+    if endpoint.takes_n and draw.random() < 0.25:
+        sampling["n"] = 2
+    if endpoint.path == "/generate":
+        sampling["stream_interval"] = draw.randrange(1, 6)
+    return text, said, sampling
+
+
+def differing(server: Server, count: int, seed: int = 0) -> list[tuple]:
+    """Send `count` requests, whole and streamed; return those that differ from each other or the text."""
+
+    def differs(number: int) -> tuple | None:
+        endpoint, draw = ENDPOINTS[number % len(ENDPOINTS)], random.Random(f"{seed} {number}")
+        text, said, sampling = draw_request(draw, endpoint)
+        whole = endpoint.whole(server, prompt_for(text), LIMIT, **sampling)
+        joined = endpoint.streamed(server, prompt_for(text), LIMIT, **sampling)
+        is_right = len(whole) == sampling.get("n", 1) and all(answer.endswith(said) for answer in whole)
+        return None if is_right and joined == whole else (endpoint.path, sampling, said, whole, joined)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        return [found for found in pool.map(differs, range(count)) if found]
