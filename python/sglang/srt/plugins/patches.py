@@ -187,8 +187,8 @@ AT_FRONT_END = (
         upstream="https://github.com/sgl-project/sglang/pull/40115",
         feature="log probabilities of every token in streamed chats",
         signature="(self, content, index, request, created, stream_offsets, reasoning_parser_dict, "
-        "parser_dict, has_tool_calls, choice_logprobs, finish_reason_type, continuous_usage_stats, prompt_tokens, "
-        "reasoning_tokens, completion_tokens)",
+        "parser_dict, has_tool_calls, choice_logprobs, finish_reason_type, continuous_usage_stats, "
+        "prompt_tokens, reasoning_tokens, completion_tokens)",
         why="SGLang drops the log probabilities of a step that adds no text, as one inside a character",
         ours="srt.plugins.streams.keep_logprobs",
     ),

@@ -44,7 +44,7 @@ def run_detokenizer(run: Callable[..., None], *args: Any) -> None:
 def launch_our_detokenizers(
     launch: Callable[..., Any], server_args: Any, port_args: Any, run_detokenizer_process_func: Any
 ) -> Any:
-    """Wrap `Engine._launch_detokenizer_subprocesses`: launch detokenizers that make our patches."""
+    """Wrap `Engine._launch_detokenizer_subprocesses`: let detokenizers make our patches."""
     return launch(server_args, port_args, functools.partial(run_detokenizer, run_detokenizer_process_func))
 
 
