@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,12 +78,29 @@ def is_held(spec: ServerSpec) -> bool:
 
 def drop() -> None:
     """End the server that is held, if any."""
-    if not _record().exists():
-        return
-    pid = json.loads(_record().read_text())["pid"]
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    _record().unlink()
+    _end(_record())
+
+
+@contextmanager
+def running(pid: int) -> Iterator[None]:
+    """Note that a server is measured, for `end_unfinished` of another call."""
+    write(_unfinished(), json.dumps({"pid": pid}))
+    try:
+        yield
+    finally:
+        _unfinished().unlink(missing_ok=True)
+
+
+def end_unfinished() -> None:
+    """End the server that a killed call was measuring, if any."""
+    _end(_unfinished())
+
+
+def _end(record: Path) -> None:
+    if record.exists():
+        with suppress(ProcessLookupError):
+            os.killpg(json.loads(record.read_text())["pid"], signal.SIGKILL)
+        record.unlink()
 
 
 def _known(spec: ServerSpec) -> Mapping | None:
@@ -101,6 +118,10 @@ def _record() -> Path:
 
 def _log(port: int) -> Path:
     return FOLDER / f"{port}.log"
+
+
+def _unfinished() -> Path:
+    return FOLDER / "measured.json"
 
 
 def _release(port: int) -> Path:

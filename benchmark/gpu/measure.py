@@ -110,7 +110,7 @@ def running(spec: ServerSpec, limit: TimeLimit, begun: Callable[[], None]) -> It
         serving = ready(waiting, START_TIMEOUT_S)
     else:
         serving = serve(*spec.arguments, env=spec.environment, timeout=START_TIMEOUT_S, start=start)
-    with serving as server:
+    with serving as server, held.running(server.process.pid):
         log = server.log()
         if (OUR_WORKER in log) != spec.is_ours:
             raise RuntimeError(f"not a server of {spec.variant}; its log ends:\n{log[-2000:]}")

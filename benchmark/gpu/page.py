@@ -107,9 +107,7 @@ def ratios(records: dict[str, dict]) -> list[str]:
             if variant in found and other in found:
                 ratio = found[variant]["tokens_per_second"] / found[other]["tokens_per_second"]
                 verdict = "" if ratio >= least else f", MISSED {least}"
-                lines.append(
-                    f"{shape} {backend}, {requests} requests: {variant} / {other} {ratio:.3f}{verdict}"
-                )
+                lines.append(f"{shape} {backend} at {requests}: {variant} / {other} {ratio:.3f}{verdict}")
     return lines
 
 

@@ -51,6 +51,7 @@ def main() -> int:
     if importlib.util.find_spec("sglang") is None:
         print("no SGLang here: bring it first (benchmark/gpu/README.md)", file=sys.stderr)
         return FAILED
+    held.end_unfinished()
     for pair in PAIRS:
         (shrunk(pair) if args.rehearse else pair).write(SCRATCH / pair.name)
     name = "a rehearsal without a GPU: its figures mean nothing" if args.rehearse else gpu

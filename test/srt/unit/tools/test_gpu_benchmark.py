@@ -429,6 +429,12 @@ def test_a_held_server_waits_before_it_touches_the_gpu(tmp_path, monkeypatch):
     held.drop()
     wait_until(lambda: held.Adopted(pid).poll() is not None)
     assert not held.is_held(STOCK) and held.take(STOCK) is None
+    left = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    note = held.running(left.pid)
+    note.__enter__()  # as a killed call leaves it
+    held.end_unfinished()
+    held.end_unfinished()
+    assert left.wait(10) == -signal.SIGKILL
 
 
 def wait_until(is_true) -> None:
@@ -567,9 +573,10 @@ def test_a_mixed_load_is_what_grows_in_its_window(tmp_path, monkeypatch):
         measure.measure_mixed(session(server, spec, tmp_path, sizes), requests=3)
 
 
-def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
+def test_an_error_carries_the_end_of_the_servers_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(held, "FOLDER", tmp_path)
     server = Answering()
-    server.said = "illegal memory access"
+    server.said, server.process = "illegal memory access", argparse.Namespace(pid=1)
     monkeypatch.setattr(measure, "serve", lambda *arguments, **options: contextlib.nullcontext(server))
     with (
         pytest.raises(RuntimeError, match="(?s)ConnectionRefusedError.*illegal memory access"),
@@ -582,6 +589,7 @@ def test_an_error_carries_the_end_of_the_servers_log(monkeypatch):
         measure.running(ours, TimeLimit(None), len),
     ):
         pass
+    assert not list(tmp_path.iterdir())  # nothing is left to end
 
 
 def test_a_difference_is_reported_with_the_targets_gap():
@@ -717,8 +725,8 @@ def test_page_and_ratios():
         for name, result in results.items()
     }
     lines = page.ratios(records)
-    assert f"qwen3-8b fa3, 1 requests: {DFLASH} / {BUILT_IN_DFLASH} 1.011" in lines
-    assert f"qwen3-8b fa3, 1 requests: {USELESS} / {NO_SPECULATION} 0.933, MISSED 0.97" in lines
+    assert f"qwen3-8b fa3 at 1: {DFLASH} / {BUILT_IN_DFLASH} 1.011" in lines
+    assert f"qwen3-8b fa3 at 1: {USELESS} / {NO_SPECULATION} 0.933, MISSED 0.97" in lines
     assert not [line for line in lines if "48" in line]
     setting = {**SETTING, "machine": "NVIDIA H200, 139 GiB"}
     text = page.markdown(setting, records, [*records, "tests/test_x/run"])
