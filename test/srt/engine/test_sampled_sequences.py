@@ -48,7 +48,7 @@ DRAFTING = {
     "probabilistic": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS)),
     "probabilistic, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE)),
     "probabilistic, copy ahead": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS, "--speculative-copy-ahead")),
-    "probabilistic, DFlash2": ("dflash2", (*PROBABILISTIC, WHOLE_BLOCKS)),
+    "probabilistic, DFlash2, widths change": ("dflash2", (*PROBABILISTIC, *WIDTHS_CHANGE)),
     "probabilistic, P-EAGLE": ("peagle", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
 assert SAMPLES * len(PROMPTS) * LENGTH > 30_000

@@ -67,7 +67,7 @@ class OracleDraft:
         self.rng = np.random.default_rng(1)
         self.texts: dict[int, list[int]] = {}
 
-    def propose(self, cycle, sampling_info=None):
+    def propose(self, cycle, sampling_info=None, lengths=None):
         """Draft the text's tokens, or a token that is in no text."""
         block = cycle.tokens.clone()
         if cycle.verify_len > 1:
@@ -255,7 +255,7 @@ class CopySimulation:
         else:
             verified = plan.layout.num_draft_tokens
             on_host = np.flatnonzero(self.draft.to_draft(None, verified, (verified > 0) & ~plan.copies))
-        block = draft_subset(self.draft, cycle, on_host, plan.verify_len, None, None)
+        block = draft_subset(self.draft, cycle, on_host, plan.layout, None, None)
         return self.source.overlay(block), len(on_host)
 
     def _places(self, rows):

@@ -18,7 +18,7 @@ from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, MaskEmbedd
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_kinds import find_mask_token
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
-from sglang_dflash.srt.layers.vocab_argmax import full_logits
+from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.models.loading import load_checkpoint
 from sglang_dflash.srt.models.quantized_linear import PackedLayers, RowCheck, packed_layers_of
 
@@ -29,7 +29,8 @@ class DraftOutput(LogitsProcessorOutput):
 
     Attributes:
         hidden_states: [num_blocks * D, hidden], after the final norm.
-        draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary.
+        draft_tokens: [num_blocks * rows that draft] int64, the argmax of each in target vocabulary. None: the
+            forward ends before the head.
         blocks: [num_blocks, B] int64, anchors and draft tokens, if a block's first row is its anchor. Valid
             until the next forward.
     """
@@ -71,6 +72,8 @@ class BlockDraftModel(nn.Module):
         self.takes_parts = False  # a weight update may bring some of the tensors
         self.borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
+        # The head then multiplies the rows of verified slots alone, outside the forward and its graphs.
+        self.ends_before_head = False
         classes = [self.layer_class] * config.num_hidden_layers
         classes[0] = self.first_layer_class or self.layer_class
         self.layers: Any = nn.ModuleList(
@@ -161,6 +164,10 @@ class BlockDraftModel(nn.Module):
             layer.self_attn.qk_weight = None
         if self._fp8_head is not None:
             self._fp8_head.refresh()
+
+    def draft_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the argmax of hidden [n, hidden] in target vocabulary, [n] int64."""
+        return self.to_target_ids(greedy_tokens(hidden, self.head))
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Map draft token ids [n] int64 to target token ids."""

@@ -30,7 +30,6 @@ from sglang_dflash.kernels.ops.speculative.context_kv import (
 from sglang_dflash.srt.compat import table_qk_norm_rope_
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
 from sglang_dflash.srt.hardware_backend.cpu.packed_weight import plain_weight
-from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
 _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
@@ -202,12 +201,14 @@ class DFlashDraftModel(BlockDraftModel):
         """Run blocks of D = `forward_batch.spec_info.draft_token_num` rows through the draft.
 
         `input_ids` and `positions` are [num_blocks * D] int64. The CUDA graph captures head and argmax as
-        well.
+        well, unless the forward ends before the head.
         """
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
+        if self.ends_before_head:
+            return DraftOutput(None, hidden_states=hidden_states)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
         drafting = blocks[:, self.draft.num_idle_rows :].flatten(0, 1)
-        drafted = self.to_target_ids(greedy_tokens(drafting, self.head))
+        drafted = self.draft_tokens(drafting)
         whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
         return DraftOutput(None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole)
 

@@ -123,6 +123,8 @@ class DFlash2DraftModel(DFlashDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:
         """Run blocks as a DFlash draft does. The drafted tokens are the selector's best path."""
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
+        if self.ends_before_head:
+            return DFlash2Output(None, hidden_states=hidden_states)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
         found = self.candidates(blocks[:, self.draft.num_idle_rows :])
         anchors = input_ids.view(blocks.shape[:2])[:, :1]
@@ -138,13 +140,13 @@ class DFlash2DraftModel(DFlashDraftModel):
         )
 
     def candidates(self, rows: torch.Tensor) -> Candidates:
-        """Find candidates of drafting rows [num_blocks, slots, hidden], after the final norm."""
-        hidden = rows.flatten(0, 1)
+        """Find candidates of drafting rows [..., hidden], after the final norm."""
+        hidden = rows.flatten(0, -2)
         logits, ids = largest_logits(
             hidden, self.head, self.draft.selector_top_k, self.draft.selector_vocab_size
         )
         found = self.capped(logits).float(), ids, self.candidate_selector.hidden_projection(hidden)[0]
-        unary, ids, gate = (tensor.view(*rows.shape[:2], -1) for tensor in found)
+        unary, ids, gate = (tensor.view(*rows.shape[:-1], -1) for tensor in found)
         return Candidates(ids, unary, gate)
 
 

@@ -14,7 +14,6 @@ from sglang.srt.layers.layernorm import RMSNorm
 from torch import nn
 
 from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
-from sglang_dflash.srt.layers.vocab_argmax import greedy_tokens
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 from sglang_dflash.srt.models.dflash import DFlashDecoderLayer
 
@@ -120,7 +119,9 @@ class PEagleDraftModel(BlockDraftModel):
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DraftOutput:
-        """Run rows through the draft, writing their KV; head and argmax for the rows that draft.
+        """Run rows through the draft, writing their KV.
+
+        Head and argmax follow for the rows that draft, unless the forward ends before the head.
 
         `input_ids` and `positions` are [n] int64. `forward_batch.spec_info.draft_rows` holds the PEagleRows.
         When SGLang captures a CUDA graph, its own spec_info has none, and the allocated blocks are read.
@@ -138,10 +139,8 @@ class PEagleDraftModel(BlockDraftModel):
             return DraftOutput(next_token_logits=None, hidden_states=hidden_states)
         drafting = rows.drafting_rows()
         hidden_states, _ = self.norm(hidden_states[drafting], residual[drafting])
-        drafted = greedy_tokens(hidden_states, self.head)
-        return DraftOutput(
-            next_token_logits=None, hidden_states=hidden_states, draft_tokens=self.to_target_ids(drafted)
-        )
+        drafted = None if self.ends_before_head else self.draft_tokens(hidden_states)
+        return DraftOutput(None, hidden_states=hidden_states, draft_tokens=drafted)
 
     def renew_copies(self) -> None:
         super().renew_copies()

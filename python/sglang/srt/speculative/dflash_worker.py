@@ -60,7 +60,7 @@ from sglang_dflash.srt.speculative.warm_up import (
 )
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner, WholeBlocks
-from sglang_dflash.srt.speculative.width.measure import make_planner
+from sglang_dflash.srt.speculative.width.measure import make_planner, settings_of_adaptive_lengths
 
 logger = logging.getLogger(__name__)
 
@@ -154,9 +154,11 @@ class DFlashWorker(BaseSpecWorker):
         # draft runs without those ranks.
         captures = self.block_size > 1 and not layout.local_dp
         captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
+        settings = settings_of_adaptive_lengths(self)
+        self._draft_worker.model_runner.model.ends_before_head = settings is not None
         with as_draft(layout), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._planner = make_planner(self, get_parallel().tp_group, self.metrics)
+        self._planner = make_planner(self, settings, get_parallel().tp_group, self.metrics)
         if DFlashOptions.COPY_AHEAD.get():
             target_runner = self._target_worker.model_runner
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
@@ -173,7 +175,7 @@ class DFlashWorker(BaseSpecWorker):
         target_runner = self._target_worker.model_runner
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
             with as_draft(self.draft_parallel_layout):
-                prewarm_probabilistic_step(self.drafter.draw, target_runner, self.block_size)
+                prewarm_probabilistic_step(self.drafter.fill, target_runner, self.block_size)
         # SGLang sizes the KV pool next, and leaves this room. 0.5.22 does not.
         if hasattr(result, "sampling_headroom_bytes") and target_runner.token_to_kv_pool.post_capture_active:
             with as_draft(self.draft_parallel_layout):
@@ -312,8 +314,8 @@ class DFlashWorker(BaseSpecWorker):
 
         Args:
             batch: the scheduler's decode batch.
-            plan: slots of each block to verify. The draft fills whole blocks, and runs for requests that
-                verify what it proposes.
+            plan: slots of each block to draft and to verify. The draft runs for requests that verify what it
+                proposes.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
         """
@@ -376,8 +378,10 @@ class DFlashWorker(BaseSpecWorker):
             rows, verified = table_rows(batch), plan.layout.num_draft_tokens
             on_host = np.flatnonzero(drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies))
             num_slots = self.block_size if len(on_host) or verify_len > 1 else 1
+            if num_slots > 1 and plan.draft_slots is not None and drafter.narrows_blocks:
+                num_slots = max(plan.draft_slots + 1, verify_len)
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        block = draft_subset(drafter, cycle, on_host, verify_len, sampling_info, runner)
+        block = draft_subset(drafter, cycle, on_host, plan.layout, sampling_info, runner)
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
         return cycle.packed(plan.layout), block, bool(len(on_host))

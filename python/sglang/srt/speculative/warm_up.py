@@ -23,7 +23,7 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     slices_of_rows,
     target_probs,
 )
-from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner
 from sglang_dflash.srt.speculative.width.measure import feasible_context, make_batch
 
@@ -136,7 +136,7 @@ def sampling_headroom(worker: Any) -> int:
     info = _sampled_requests(bs, vocab_size, device)
     logits = torch.zeros(bs * block_size, vocab_size, device=device)
     if worker.acceptor.can_draw:
-        prewarm_probabilistic_step(worker.drafter.draw, runner, block_size)
+        prewarm_probabilistic_step(worker.drafter.fill, runner, block_size)
     positions = torch.zeros(bs, block_size, dtype=torch.int64, device=device)
     layout, masks = whole_blocks(bs, block_size), SamplingMasks(info, block_size)
     draw_target_tokens(logits, info, positions, layout, runner.sampler, masks)
@@ -146,7 +146,7 @@ def sampling_headroom(worker: Any) -> int:
 
 @torch.no_grad()
 def prewarm_probabilistic_step(
-    draw: Callable[[torch.Tensor, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs]],
+    fill: Callable[[torch.Tensor, VerifyLayout, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs | None]],
     target_runner: Any,
     block_size: int,
 ) -> None:
@@ -156,7 +156,7 @@ def prewarm_probabilistic_step(
     not under load. The verify logits are not part of it: they exist anyway.
 
     Args:
-        draw: `Drafter.draw`.
+        fill: `Drafter.fill`.
         target_runner: gives the number of requests, and the type and size of hidden states.
         block_size: B.
     """
@@ -164,9 +164,11 @@ def prewarm_probabilistic_step(
     config = target_runner.model_config
     vocab_size = config.vocab_size
     info = _sampled_requests(bs, vocab_size, device)
-    hidden = torch.zeros(bs, block_size - 1, config.hidden_size, dtype=config.dtype, device=device)
+    slots = whole_blocks(bs, block_size - 1)
+    hidden = torch.zeros(slots.num_rows, config.hidden_size, dtype=config.dtype, device=device)
     anchors = torch.zeros(bs, dtype=torch.int64, device=device)
-    drafted, draft = draw(hidden, anchors, info)
+    drafted, draft = fill(hidden, slots, anchors, info)
+    assert draft is not None, "drawn tokens have distributions"
     # As many requests as fit into one slice of logits stand for all of them.
     at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
     some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}

@@ -1,7 +1,8 @@
 """Verify lengths by a schedule, so that tests meet all of them however acceptance turns out.
 
 The config file of `--speculative-adaptive-config` then also takes a `schedule`: numbers of drafted tokens,
-verified in turn instead of what the policy chooses. The policy still learns and decides.
+verified in turn instead of what the policy chooses, and `draft_slots`, that the draft fills in turn, null for
+whole blocks. The policy still learns and decides.
 """
 
 import itertools
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-_VARIABLE = "SCHEDULED_LENGTHS"  # passes the schedule to the scheduler's process
+# These pass the schedules to the scheduler's process.
+_VARIABLE, _DRAFT_SLOTS = "SCHEDULED_LENGTHS", "SCHEDULED_DRAFT_SLOTS"
 
 
 def read_schedule(module) -> None:
@@ -26,6 +28,7 @@ def read_schedule(module) -> None:
         except (ValueError, AttributeError, KeyError, TypeError):
             return parse(text)
         os.environ[_VARIABLE] = json.dumps(schedule)
+        os.environ[_DRAFT_SLOTS] = json.dumps(fields.pop("draft_slots", [None]))
         fields["candidate_steps"] = sorted({0, *schedule})
         return parse(json.dumps(fields))
 
@@ -42,6 +45,17 @@ def follow_schedule(module) -> None:
         return scheduled(choice, requests.rows, next(cycles), schedule, matches, caps) if schedule else choice
 
     module.LengthChooser.choose = choose_by_schedule
+
+
+def narrow_drafts(module) -> None:
+    """Plan cycles with draft blocks of the schedule's widths, if there is one."""
+    choose, cycles = module.AdaptiveLengths.choose, itertools.count()
+
+    def choose_with_draft_slots(self, *args, **kwargs):
+        widths = json.loads(os.environ.get(_DRAFT_SLOTS, "[null]"))
+        return choose(self, *args, **kwargs)._replace(draft_slots=widths[next(cycles) % len(widths)])
+
+    module.AdaptiveLengths.choose = choose_with_draft_slots
 
 
 def scheduled(

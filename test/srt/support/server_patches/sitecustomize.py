@@ -179,6 +179,7 @@ PATCHES = {
     "scheduled_lengths": {
         "sglang_dflash.srt.speculative.width.settings": "server_patches.scheduled_lengths:read_schedule",
         "sglang_dflash.srt.speculative.width.policy": "server_patches.scheduled_lengths:follow_schedule",
+        "sglang_dflash.srt.speculative.width.controller": "server_patches.scheduled_lengths:narrow_drafts",
     },
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},

@@ -1,5 +1,6 @@
 """Memory of probabilistic drafting on a large server, counted on meta tensors."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from sglang_dflash.srt.speculative import warm_up
 from sglang_dflash.srt.speculative.acceptance.rejection import RULES
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
-from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
@@ -66,14 +67,19 @@ def draft() -> SimpleNamespace:
     return SimpleNamespace(draft=SimpleNamespace(draft_vocab_size=VOCABULARY), logits=logits, d2t=None)
 
 
+def fill(draft: SimpleNamespace, rows: torch.Tensor, slots: VerifyLayout, _, info: SimpleNamespace):
+    """Draw as `Drafter.fill` does."""
+    return draw_drafts(draft, rows, slots, info, DraftSampling())
+
+
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     """Peak memory excludes the verify logits (0.43 GB), which every step has."""
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     info = sampling_info("meta")
     with Peak() as peak:
-        hidden = torch.zeros(BS, WIDTH - 1, HIDDEN, dtype=torch.bfloat16, device="meta")
-        drafted, probs = draw_drafts(draft, hidden, info, DraftSampling())
+        hidden = torch.zeros(BS * (WIDTH - 1), HIDDEN, dtype=torch.bfloat16, device="meta")
+        drafted, probs = draw_drafts(draft, hidden, whole_blocks(BS, WIDTH - 1), info, DraftSampling())
         rows = whole_blocks(BS, WIDTH)
         target, _ = target_probs(logits, info, rows)
         block = torch.cat((drafted[:, :1], drafted), dim=1)
@@ -98,9 +104,7 @@ def test_the_room_that_sglang_leaves_for_a_sampled_step(can_draw, draft, monkeyp
     worker = SimpleNamespace(
         block_size=WIDTH,
         acceptor=SimpleNamespace(can_draw=can_draw),
-        drafter=SimpleNamespace(
-            draw=lambda hidden, _, info: draw_drafts(draft, hidden, info, DraftSampling())
-        ),
+        drafter=SimpleNamespace(fill=partial(fill, draft)),
         target_worker=SimpleNamespace(model_runner=runner),
     )
     with Peak() as peak:
@@ -119,9 +123,7 @@ def test_start_up_allocates_as_much_as_a_step(draft):
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     runner = SimpleNamespace(max_running_requests=BS, device=torch.device("meta"), model_config=config)
     with Peak() as at_start_up:
-        warm_up.prewarm_probabilistic_step(
-            lambda hidden, anchors, info: draw_drafts(draft, hidden, info, DraftSampling()), runner, WIDTH
-        )
+        warm_up.prewarm_probabilistic_step(partial(fill, draft), runner, WIDTH)
     logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
     with Peak() as in_a_step:
         target_probs(logits, sampling_info("meta"), whole_blocks(BS, WIDTH))

@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -19,7 +20,7 @@ from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative import request_fields as caps_module
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
@@ -178,6 +179,28 @@ def test_a_draft_gets_graphs_if_there_is_room(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert not has_room_for_draft_graphs(Sync(None, free_gb=0.25), "cuda", 0)
     assert "0.25 GB" in caplog.text and "--mem-fraction-static" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "verified", "narrows", "num_slots"),
+    [
+        (None, 1, True, 8),
+        (2, 1, True, 3),
+        (2, 5, True, 6),  # what is verified was drafted
+        (7, 7, True, 8),
+        (2, 1, False, 8),
+    ],
+)
+def test_slots_that_the_draft_fills(asked, verified, narrows, num_slots, monkeypatch):
+    begun = []
+    monkeypatch.setattr(dflash_worker.Cycle, "begin", lambda *args: begun.append(args[-1]) or MagicMock())
+    monkeypatch.setattr(dflash_worker, "draft_subset", MagicMock())
+    drafter = MagicMock(narrows_blocks=narrows, to_draft=lambda rows, verified, wanted: wanted)
+    made = worker(block_size=8, drafter=drafter, copies=MagicMock(), acceptor=MagicMock())
+    layout = VerifyLayout(2, verified + 1, np.array([0, verified]))
+    plan = CyclePlan(layout, copies=np.zeros(2, dtype=bool), draft_slots=asked)
+    made._draft(SimpleNamespace(req_pool_indices_cpu=torch.arange(2)), plan)
+    assert begun == [num_slots]
 
 
 @pytest.mark.parametrize("block_size, local_dp", [(1, False), (4, False), (4, True)])

@@ -16,6 +16,7 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
@@ -188,7 +189,7 @@ class Drafted:
     writes_context_apart, forwards = True, 0
     probs: DraftProbs | None = None
 
-    def propose(self, cycle, sampling_info=None):
+    def propose(self, cycle, sampling_info=None, lengths=None):
         self.forwards += cycle.verify_len > 1
         tokens = torch.arange(899, 899 + cycle.verify_len).repeat(cycle.bs, 1)
         tokens[:, 0] = cycle.tokens[:, 0]
@@ -253,7 +254,9 @@ class Simulation:
         self.copies.choose(batch, np.zeros(0, dtype=bool))
         self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
         on_host = np.arange(len(rows) if self.was_drafted else 0)
-        return self.copies.overlay(draft_subset(self.drafter, self.cycle, on_host, 4, None, None))
+        return self.copies.overlay(
+            draft_subset(self.drafter, self.cycle, on_host, whole_blocks(len(rows), 4), None, None)
+        )
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)

@@ -18,16 +18,20 @@ BLOCK = 4
 
 
 class Counting:
-    """A drafter whose token at slot k of the request with anchor a is 100 a + k."""
+    """A drafter whose token at slot k of the request with anchor a is 100 a + k.
+
+    Its blocks end with the longest that is verified.
+    """
 
     def __init__(self, draws: bool):
-        self.draws, self.seen = draws, []
+        self.draws, self.seen, self.lengths = draws, [], []
 
-    def propose(self, cycle, sampling_info=None):
+    def propose(self, cycle, sampling_info=None, lengths=None):
         assert cycle.tokens.shape[1] == BLOCK and cycle.cache_loc.numel() == cycle.bs * BLOCK
         self.seen = cycle.tokens[:, 0].tolist()
         tokens = 100 * cycle.tokens[:, :1] + torch.arange(BLOCK)
         tokens[:, 0] = cycle.tokens[:, 0]
+        self.lengths, tokens = lengths.tolist(), tokens[:, : lengths.max() + 1]
         return DraftBlock(tokens, one_hot(tokens[:, 1:]) if self.draws else None)
 
 
@@ -52,12 +56,13 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
     is_drafted = (lengths > 0) & ~copies
     chosen = torch.from_numpy(np.flatnonzero(is_drafted))
     drafter, info = Counting(draws), sampling_info(*[{}] * n) if draws else None
-    block = draft_subset(drafter, cycle, np.flatnonzero(is_drafted), width, info, runner)
+    rows = VerifyLayout(n, width, lengths)
+    block = draft_subset(drafter, cycle, np.flatnonzero(is_drafted), rows, info, runner)
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
+    assert drafter.lengths == lengths[is_drafted].tolist()
     if block.probs is not None:
         assert block.probs.ids.shape[:2] == (n, width - 1)
         assert (block.probs.prob_of(block.tokens[:, 1:]) == 1).all()
-    rows = VerifyLayout(n, width, lengths)
     packed = cycle.packed(rows)
     want_tokens, want_positions, want_slots = [], [], []
     for i in range(n):

@@ -31,8 +31,10 @@ def pools_with_a_table_of_its_own(pools):
 @pytest.mark.parametrize("window", [1, 5, 12, 200])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "sample from anchor"])
-def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_drafted_tokens_see_the_window_alone(is_narrow, name, page_size, window, tmp_path):
     case = Case.variant(name, tmp_path)
+    case.model.ends_before_head = is_narrow
     width = case.model.draft.num_drafting_rows + 1
     pools = case.pools(len(LENGTHS), CAPACITY, page_size=page_size)
     own = pools_with_a_table_of_its_own(pools)
@@ -60,8 +62,10 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
         where = pools.slots(request, int(seen[0]), len(aux_hidden))
         case.model.write_context_kv(aux_hidden[seen], seen, where, pools.token_to_kv_pool)
 
-    blocks = case.block_tokens([3, 50, 9])
-    cycle = draft_cycle(pools, range(len(LENGTHS)), LENGTHS, blocks, width)
+    idle = case.model.draft.num_idle_rows
+    num_slots = 2 if is_narrow else width - 1
+    blocks = case.block_tokens([3, 50, 9])[:, : num_slots + idle]
+    cycle = draft_cycle(pools, range(len(LENGTHS)), LENGTHS, blocks, num_slots + 1)
     drafted = drafter.propose(cycle).tokens[:, 1:]
 
     sees = case.reference.sees
@@ -71,7 +75,7 @@ def test_drafted_tokens_see_the_window_alone(name, page_size, window, tmp_path):
     for request, aux_hidden in enumerate(contexts):
         embeddings = case.embedding.weight.data[blocks[request]]
         hidden = case.reference.block_hidden(embeddings, case.reference.context_kv(aux_hidden))
-        expected = case.logits(hidden)[case.model.draft.num_idle_rows :].argmax(dim=-1)
+        expected = case.logits(hidden)[idle:].argmax(dim=-1)
         assert drafted[request].tolist() == expected.tolist()
 
 
@@ -100,7 +104,7 @@ def test_lengths_in_sight(backend, page):
         req_pool_indices=rows,
         kv_loc_plan=FakePlan(torch.empty(0)),
     )
-    seen, seen_host, _ = view.read(cycle)
+    seen, seen_host, _ = view.read(cycle, width)
     for i, (row, n) in enumerate(zip(rows.tolist(), seq_lens.tolist())):
         start = max(0, n - window) // page * page
         assert seen[i] == n - start

@@ -161,7 +161,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
         else:
             width, kept = rows + from_anchor, [1, 0]
         cycle = draft_cycle(pools, range(2), lengths, blocks, width)
-        tokens = draft_subset(drafter, cycle, np.arange(2), width, None, None).tokens
+        tokens = draft_subset(drafter, cycle, np.arange(2), cycle.layout, None, None).tokens
         expected = torch.zeros(2, width, dtype=torch.int64)
         expected[:, 0] = blocks[:, 0]
         for request, n in enumerate(lengths):

@@ -22,6 +22,7 @@ from support.engine import Pools, build
 from support.reference_peagle import ReferencePEagle
 from support.rehearsal.attention import attend
 from support.sampling_parameters import sampling_parameters
+from support.verified_rows import INFO, compare, count_head_rows
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
@@ -391,6 +392,27 @@ def test_draft_probabilities_belong_to_their_request(tmp_path):
             got[block.probs.ids[row, slot]] = block.probs.probs[row, slot].double()
             torch.testing.assert_close(got[target_ids], expected[slot], rtol=0, atol=1e-5)
             assert got[block.tokens[row, slot + 1]] > 0
+
+
+@INFO
+def test_verified_slots_are_those_of_whole_blocks(info, monkeypatch, tmp_path):
+    """The head multiplies no other rows. The last forward's drafts are ignored: it runs pending rows."""
+    head_rows, whole = count_head_rows(monkeypatch), None
+    for lengths in (None, [7, 1, 2], [0, 0, 2], [1, 1, 1], [7, 7, 7], [0, 0, 0]):
+        simulation = Simulation(8, 3, tmp_path)
+        simulation.prefill({0: 17, 1: 3, 2: 11})
+        simulation.cycle({0: 4, 1: 0, 2: 2})
+        simulation.model.ends_before_head = lengths is not None
+        head_rows.clear()
+        verified = None if lengths is None else np.array(lengths)
+        found = simulation.drafter.propose(simulation.begin_cycle([0, 1, 2]), info, verified)
+        if whole is None:
+            whole = found
+            assert set(head_rows) == {3 * 7}, "the control"
+        else:
+            compare(whole, found, lengths)
+            # A request that verifies nothing has a row beside others.
+            assert sum(head_rows) == sum(max(n, 1) for n in lengths if any(lengths))
 
 
 def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):

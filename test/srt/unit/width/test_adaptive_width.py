@@ -24,7 +24,11 @@ from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable, CycleClock
-from sglang_dflash.srt.speculative.width.measure import make_planner, seconds_overlapped
+from sglang_dflash.srt.speculative.width.measure import (
+    make_planner,
+    seconds_overlapped,
+    settings_of_adaptive_lengths,
+)
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -56,8 +60,8 @@ def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
     monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "{}")
     runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(post_capture_active=True))
     worker = SimpleNamespace(block_size=8, device="cuda", target_worker=SimpleNamespace(model_runner=runner))
-    width = make_planner(worker, None, None)
-    assert isinstance(width, WholeBlocks)
+    settings = settings_of_adaptive_lengths(worker)
+    assert settings is None and isinstance(make_planner(worker, settings, None, None), WholeBlocks)
     assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in caplog.text
 
 

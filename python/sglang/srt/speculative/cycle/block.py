@@ -158,7 +158,7 @@ class DraftBlock:
 
     def narrowed(self, verify_len: int) -> "DraftBlock":
         """Keep the first slots. Lossless if `verify_len` was chosen without the drafted tokens."""
-        if verify_len == self.tokens.shape[1]:
+        if verify_len >= self.tokens.shape[1]:
             return self
         probs = self.probs
         if probs is not None:

@@ -1,4 +1,4 @@
-"""Rows of a verify forward: the first slots of each request's block, packed."""
+"""Packed rows of the first slots of blocks, of a verify forward or of the draft's head."""
 
 import functools
 from typing import Any
@@ -23,7 +23,8 @@ class VerifyLayout:
         verify_len: W.
         num_draft_tokens: [bs] on the host, L_i.
         device: of the maps.
-        for_graph: SGLang's layout of the rows, for backends that read it on a GPU.
+        for_graph: SGLang's layout of the rows, for backends that read it on a GPU. It says how many they are.
+        num_rows: least number of rows, without such a layout.
 
     Attributes:
         is_rectangle: whether every request verifies W slots, and no graph has further rows.
@@ -39,12 +40,12 @@ class VerifyLayout:
         num_draft_tokens: np.ndarray,
         device: Any = "cpu",
         for_graph: Any = None,
+        num_rows: int = 0,
     ):
         self.bs, self.verify_len, self.for_graph = bs, verify_len, for_graph
         self.num_draft_tokens = num_draft_tokens
-        num_verified = num_rows = int(num_draft_tokens.sum()) + bs
-        if for_graph is not None:
-            num_rows = for_graph.graph_num_tokens
+        num_verified = int(num_draft_tokens.sum()) + bs
+        num_rows = max(num_rows, num_verified) if for_graph is None else for_graph.graph_num_tokens
         self.is_rectangle = num_verified == num_rows == bs * verify_len
         if self.is_rectangle:
             return
@@ -104,3 +105,24 @@ class VerifyLayout:
 def whole_blocks(bs: int, verify_len: int) -> VerifyLayout:
     """Return the layout of blocks that are verified whole. A cycle asks several times."""
     return VerifyLayout(bs, verify_len, np.full(bs, verify_len - 1))
+
+
+@functools.lru_cache(maxsize=256)
+def drafted_slots(lengths: tuple[int, ...], most: int, device: torch.device, pads: bool) -> VerifyLayout:
+    """Return the layout of verified slots without anchors: the rows of the draft's head.
+
+    A request that verifies none has a row nevertheless. Choices of lengths hold for a few cycles.
+
+    Args:
+        lengths: drafted tokens that each request verifies.
+        most: drafted slots of each block.
+        device: of the maps.
+        pads: whether blocks keep `most` slots, and rows are whole quarters of a power of two. A GPU then sees
+            few shapes.
+    """
+    counts = np.maximum(lengths, 1)
+    if not pads:
+        return VerifyLayout(len(counts), int(counts.max()), counts - 1, device)
+    step = 1 << max(0, int(counts.sum() - 1).bit_length() - 3)
+    num_rows = min(-(-int(counts.sum()) // step) * step, len(counts) * most)
+    return VerifyLayout(len(counts), most, counts - 1, device, num_rows=num_rows)

@@ -51,6 +51,9 @@ class CyclePlan(NamedTuple):
     copies: np.ndarray = _EMPTY
     caps: np.ndarray = NO_CAPS  # most drafted tokens to accept per request. [n]
     matches: np.ndarray = _EMPTY  # lengths that the choice knew of, 0 without a match. [n]
+    # Drafted slots of each block, at most B - 1. None: all. It may be less than what is verified, which is
+    # drafted anyway, and is ignored unless `Drafter.narrows_blocks`.
+    draft_slots: int | None = None
     requests: Requests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
     work: Work = Work(0, 0, 0)  # to learn from, with `requests`
 

@@ -14,6 +14,7 @@ from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, drafted_slots, whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
 from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
 
@@ -34,6 +35,7 @@ class Drafter(abc.ABC):
         mask_token_id: token of the slots to fill.
         num_draft_rows: rows of the draft's forward per request.
         has_own_table: whether the draft reads through its own request table, which SGLang then makes.
+        narrows_blocks: whether a forward may draft fewer slots than a block has.
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
         defers_plain_cycles: whether `commit` keeps the context of cycles that verify the anchor alone, to
@@ -42,6 +44,7 @@ class Drafter(abc.ABC):
 
     num_draft_rows: int
     has_own_table: bool
+    narrows_blocks = False
     writes_context_apart: bool
     defers_plain_cycles: bool
 
@@ -77,12 +80,15 @@ class Drafter(abc.ABC):
         """Take in requests that another server has prefilled. Their KV is in both pools."""
 
     @abc.abstractmethod
-    def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        """Draft a block of at least one token per request.
+    def propose(
+        self, cycle: Cycle, sampling_info: Any = None, lengths: np.ndarray | None = None
+    ) -> DraftBlock:
+        """Draft the verified slots of blocks. Slots beyond them hold any token, or are left out.
 
         Args:
-            cycle: the blocks to fill.
+            cycle: the blocks to fill, of at least one drafted slot.
             sampling_info: SGLang's. If given, tokens are drawn under the requests' parameters.
+            lengths: [bs], drafted tokens that each verifies. None: whole blocks.
         """
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -97,20 +103,38 @@ class Drafter(abc.ABC):
         """
         return wanted
 
-    def draw(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        """Draw tokens for the slots of blocks.
+    def fill(
+        self, rows: torch.Tensor, slots: VerifyLayout, anchors: torch.Tensor, sampling_info: Any = None
+    ) -> tuple[torch.Tensor, DraftProbs | None]:
+        """Choose tokens for drafted slots by the head.
 
         Args:
-            hidden: [bs, B - 1, hidden], the draft's final states of the slots.
+            rows: [T, hidden], the draft's final states.
+            slots: layout of these rows: bs blocks of S drafted slots.
             anchors: [bs] int64.
-            sampling_info: SGLang's, one row per request.
+            sampling_info: SGLang's, one row per request. None: the likeliest tokens.
 
         Returns:
-            Tokens [bs, B - 1] int64, and the distributions they come from.
+            Tokens [bs, S] int64, and the distributions they were drawn from.
         """
-        return draw_drafts(self._model, hidden, sampling_info, self._sampling)
+        if sampling_info is None:
+            return slots.unpack(self._model.draft_tokens(rows)), None
+        return draw_drafts(self._model, rows, slots, sampling_info, self._sampling)
+
+    def _complete(
+        self, cycle: Cycle, hidden: torch.Tensor, sampling_info: Any, lengths: np.ndarray | None
+    ) -> DraftBlock:
+        """Put blocks together from the final states of all drafted slots, [bs, S, hidden]."""
+        anchors = cycle.tokens[:, :1]
+        if lengths is None:
+            slots = whole_blocks(*hidden.shape[:2])
+        elif not lengths.any():
+            return DraftBlock(anchors.contiguous())
+        else:
+            slots = drafted_slots(tuple(lengths.tolist()), hidden.shape[1], hidden.device, hidden.is_cuda)
+        rows = slots.pack(hidden[:, : slots.verify_len])
+        drafted, probs = self.fill(rows, slots, anchors.squeeze(1), sampling_info)
+        return DraftBlock(torch.cat((anchors, drafted), dim=1), probs)
 
     @abc.abstractmethod
     def write_context_in_graph(
@@ -182,25 +206,26 @@ def draft_subset(
     drafter: Drafter,
     cycle: Cycle,
     on_host: np.ndarray,
-    verify_len: int,
+    layout: VerifyLayout,
     sampling_info: Any,
     target_runner: Any,
 ) -> DraftBlock:
-    """Fill the first `verify_len` slots of some blocks; the others repeat their anchor.
+    """Fill the verified slots of some blocks; the others repeat their anchor.
 
     The draft's forward takes whole blocks of the chosen requests and nothing of the others.
 
     Args:
         drafter: fills blocks.
-        cycle: all requests of the batch, whole blocks.
+        cycle: all requests of the batch, blocks with all slots to draft.
         on_host: [m] int64, requests to draft for.
-        verify_len: slots of the result, a block at most.
+        layout: verified slots. The result has as many slots as the longest request.
         sampling_info: SGLang's, for all requests. If given, tokens are drawn.
         target_runner: plans the slots of the chosen requests.
     """
+    lengths, verify_len = layout.num_draft_tokens, layout.verify_len
     draws = sampling_info is not None and verify_len > 1
     if len(on_host) == cycle.bs and cycle.verify_len > 1:
-        return drafter.propose(cycle, sampling_info if draws else None).narrowed(verify_len)
+        return drafter.propose(cycle, sampling_info if draws else None, lengths).narrowed(verify_len)
     tokens = cycle.tokens[:, :1].repeat(1, verify_len)
     if not len(on_host) or cycle.verify_len == 1:
         return DraftBlock(tokens)
@@ -210,13 +235,15 @@ def draft_subset(
         per_request = {name: getattr(sampling_info, name)[drafted] for name in PER_REQUEST}
         own_sampling = dataclasses.replace(sampling_info, **per_request)
     own_cycle = cycle.of_requests(on_host, drafted, target_runner)
-    block = drafter.propose(own_cycle, own_sampling).narrowed(verify_len)
-    tokens[drafted] = block.tokens
+    block = drafter.propose(own_cycle, own_sampling, lengths[on_host]).narrowed(verify_len)
+    num_slots = block.tokens.shape[1]  # a copy may be longer
+    tokens[drafted, :num_slots] = block.tokens
     if block.probs is None:
         return DraftBlock(tokens)
     # A token that was not drawn has probability 1.
     ids = tokens[:, 1:, None].repeat(1, 1, block.probs.ids.shape[2])
     probs = torch.zeros_like(ids, dtype=block.probs.probs.dtype)
     probs[..., 0] = 1.0
-    ids[drafted], probs[drafted] = block.probs.ids, block.probs.probs
+    filled = drafted, slice(0, num_slots - 1)
+    ids[filled], probs[filled] = block.probs.ids, block.probs.probs
     return DraftBlock(tokens, DraftProbs(ids, probs))

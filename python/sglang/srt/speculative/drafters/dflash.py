@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -16,6 +17,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.dflash2 import DFlash2Output
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
@@ -55,8 +57,8 @@ class DraftWindow:
         # A window longer than the context is the whole of it.
         self._longest = min(size + self._page - 1, self._table.shape[1] - num_draft_rows)
 
-    def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
-        """Prepare the read of a cycle's blocks.
+    def read(self, cycle: Cycle, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
+        """Prepare the read of a cycle's blocks of `num_rows` rows.
 
         Returns:
             Committed tokens to read [bs] int64; the same on the host [bs]; the plan of the block's slots.
@@ -78,8 +80,8 @@ class DraftWindow:
         plan = cycle.kv_loc_plan.reads_from(
             self._translator,
             seq_lens=seq_lens,
-            seq_lens_cpu=committed_host + self._num_draft_rows,
-            read_extent=self._num_draft_rows,
+            seq_lens_cpu=committed_host + num_rows,
+            read_extent=num_rows,
         )
         return seq_lens, committed_host, plan
 
@@ -135,23 +137,28 @@ class DFlashDrafter(Drafter):
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Do nothing: the draft keeps no state beside its KV."""
 
-    def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
+    @property
+    def narrows_blocks(self) -> bool:
+        """See `Drafter`. CUDA graphs have whole blocks, and so has a forward with the head."""
+        return self._model.ends_before_head and not self._model.norm.weight.is_cuda
+
+    def propose(
+        self, cycle: Cycle, sampling_info: Any = None, lengths: np.ndarray | None = None
+    ) -> DraftBlock:
         self._write_deferred()
         output = self._run_block(cycle)
-        if sampling_info is None:
-            assert output.blocks is not None
+        if sampling_info is None and output.blocks is not None:
             return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads its output
-        drafted, probs = self._draw_output(cycle, output, sampling_info)
-        return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
+        return self._complete_output(cycle, output, sampling_info, lengths)
 
-    def _draw_output(
-        self, cycle: Cycle, output: DraftOutput, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        """Draw from the output of the block forward: tokens [bs, B - 1] and their distributions."""
+    def _complete_output(
+        self, cycle: Cycle, output: DraftOutput, sampling_info: Any, lengths: np.ndarray | None
+    ) -> DraftBlock:
+        """Put blocks together from the output of the block forward."""
         assert output.hidden_states is not None
-        rows = output.hidden_states.view(-1, self.num_draft_rows, output.hidden_states.shape[-1])
+        rows = output.hidden_states.view(-1, self._num_rows(cycle), output.hidden_states.shape[-1])
         rows = rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
-        return self.draw(rows, cycle.tokens[:, 0], sampling_info)
+        return self._complete(cycle, rows, sampling_info, lengths)
 
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor
@@ -193,13 +200,17 @@ class DFlashDrafter(Drafter):
         pool = self._runner.token_to_kv_pool
         self._model.write_context_kv(rows.aux_hidden, rows.positions, rows.cache_loc, pool, accept_len)
 
+    def _num_rows(self, cycle: Cycle) -> int:
+        """Return the rows of each block: one per drafted slot, and idle ones."""
+        return cycle.verify_len - 1 + self._model.draft.num_idle_rows
+
     def _run_block(self, cycle: Cycle) -> DraftOutput:
         """Run one forward over the draft's rows of all blocks."""
-        num_rows = self.num_draft_rows
+        num_rows = self._num_rows(cycle)
         columns = slice(0, num_rows)
         seq_lens, committed_host, plan = cycle.committed, cycle.committed_host, cycle.kv_loc_plan
         if self.has_own_table:
-            seq_lens, committed_host, plan = self.window.read(cycle)
+            seq_lens, committed_host, plan = self.window.read(cycle, num_rows)
         seq_lens_cpu = committed_host + num_rows
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -227,20 +238,24 @@ class DFlash2Drafter(DFlashDrafter):
     The best path is part of the model's forward and its CUDA graph. A drawn path begins after the forward,
     from the same candidates."""
 
-    def _draw_output(
-        self, cycle: Cycle, output: DFlash2Output, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        return self._walk(output.candidates(cycle.bs), cycle.tokens[:, 0], sampling_info)
+    def _complete_output(
+        self, cycle: Cycle, output: DFlash2Output, sampling_info: Any, lengths: np.ndarray | None
+    ) -> DraftBlock:
+        if output.candidate_ids is None:
+            return super()._complete_output(cycle, output, sampling_info, lengths)
+        drafted, probs = self._walk(output.candidates(cycle.bs), cycle.tokens[:, 0], sampling_info)
+        return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
-    def draw(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        return self._walk(self._model.candidates(hidden), anchors, sampling_info)
+    def fill(
+        self, rows: torch.Tensor, slots: VerifyLayout, anchors: torch.Tensor, sampling_info: Any = None
+    ) -> tuple[torch.Tensor, DraftProbs | None]:
+        candidates = Candidates(*map(slots.unpack, self._model.candidates(rows)))
+        return self._walk(candidates, anchors, sampling_info)
 
     def _walk(
         self, candidates: Candidates, anchors: torch.Tensor, sampling_info: Any
-    ) -> tuple[torch.Tensor, DraftProbs]:
-        draw = selector_draw(sampling_info, self._sampling, self._block_size - 1)
-        tokens, probs = self._model.candidate_selector.walk(candidates, anchors, draw)
-        assert probs is not None, "a drawn walk has probabilities"
-        return tokens, probs
+    ) -> tuple[torch.Tensor, DraftProbs | None]:
+        draw = None
+        if sampling_info is not None:
+            draw = selector_draw(sampling_info, self._sampling, candidates.ids.shape[1])
+        return self._model.candidate_selector.walk(candidates, anchors, draw)

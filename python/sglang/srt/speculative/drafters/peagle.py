@@ -177,8 +177,9 @@ class PEagleDrafter(Drafter):
         self._pending.count[rows], self._pending.was_run[rows] = 1, 0
         self.most_pending[requests.table_rows] = 1
 
-    def propose(self, cycle: Cycle, sampling_info: Any = None) -> DraftBlock:
-        probs = None
+    def propose(
+        self, cycle: Cycle, sampling_info: Any = None, lengths: np.ndarray | None = None
+    ) -> DraftBlock:
         output = self._run_blocks(
             cycle.req_pool_indices,
             cycle.committed,
@@ -186,14 +187,13 @@ class PEagleDrafter(Drafter):
             cycle.spread,
             cycle.can_run_cuda_graph,
         )
-        assert output.draft_tokens is not None and output.hidden_states is not None
+        assert output.hidden_states is not None
         count = cycle.bs * self._drafted  # a CUDA graph pads its output
-        rows = output.hidden_states[:count].view(cycle.bs, self._drafted, -1)
-        if sampling_info is None:
+        if sampling_info is None and output.draft_tokens is not None:
             drafted = output.draft_tokens[:count].view(cycle.bs, -1)
-        else:
-            drafted, probs = self.draw(rows, cycle.tokens[:, 0], sampling_info)
-        return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
+            return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1))
+        rows = output.hidden_states[:count].view(cycle.bs, self._drafted, -1)
+        return self._complete(cycle, rows, sampling_info, lengths)
 
     def write_context_in_graph(
         self, aux_hidden: torch.Tensor, positions: torch.Tensor, cache_loc: torch.Tensor

@@ -10,6 +10,7 @@ from sglang_dflash.kernels.ops.speculative.selector_walk import Draw
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 ALL_SLOTS = 2**31 - 1
 
@@ -108,18 +109,17 @@ def selector_draw(sampling_info, sampling: DraftSampling, num_slots: int) -> Dra
 
 
 def draw_drafts(
-    model: Any, hidden: torch.Tensor, sampling_info: Any, sampling: DraftSampling
+    model: Any, rows: torch.Tensor, slots: VerifyLayout, sampling_info: Any, sampling: DraftSampling
 ) -> tuple[torch.Tensor, DraftProbs]:
-    """Draw from the drafting rows of a model, [bs, B - 1, hidden], by `choose_tokens`."""
-    rows = hidden.flatten(0, 1)
-    temperature = sampling_info.temperatures.squeeze(1).repeat_interleave(hidden.shape[1])
+    """Draw from a model's rows [T, hidden] of drafted slots, by `choose_tokens`."""
+    temperature = slots.repeat(sampling_info.temperatures.squeeze(1))
     # Logits of some rows at a time: all rows take 0.4 GB at bs 48, B 16 and V = 152k, in each of four forms.
     parts = [
         likeliest(model.logits(rows[some]), temperature[some], sampling)
         for some in slices_of_rows(rows.shape[0], model.draft.draft_vocab_size)
     ]
-    ids, probs = (torch.cat(part) for part in zip(*parts, strict=True))
-    uniforms = torch.rand(hidden.shape[:2], device=hidden.device)
+    ids, probs = (slots.unpack(torch.cat(part)).flatten(0, 1) for part in zip(*parts, strict=True))
+    uniforms = torch.rand(slots.shape, device=rows.device)
     return choose_tokens(
         ids, probs, sampling_info.top_ks, sampling_info.top_ps, uniforms, sampling, model.d2t
     )

@@ -55,18 +55,31 @@ _FEW_REQUESTS = 8
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
-def make_planner(worker: Any, tp_group: Any, metrics: DFlashMetrics) -> LengthPlanner:
-    """Choose verify lengths by the server's options: measured and adaptive, or whole blocks.
+def settings_of_adaptive_lengths(worker: Any) -> AdaptiveSettings | None:
+    """Return settings of adaptive lengths. None: all blocks are verified whole.
+
+    `worker` is the `DFlashWorker`, whose target has its pools, backends and graphs.
+    """
+    settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
+    if settings is None or settings.verify_lens(block_size, worker.device) == (block_size,):
+        return None
+    if reason := reason_for_whole_blocks(worker.target_worker.model_runner):
+        logger.info("DFLASH verifies whole blocks: %s.", reason)
+        return None
+    return settings
+
+
+def make_planner(
+    worker: Any, settings: AdaptiveSettings | None, tp_group: Any, metrics: DFlashMetrics
+) -> LengthPlanner:
+    """Make what chooses verify lengths: without settings, whole blocks.
 
     `worker` is the `DFlashWorker`, whose runners have their pools, backends and graphs.
     """
-    settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
-    if settings is None or (verify_lens := settings.verify_lens(block_size, worker.device)) == (block_size,):
+    block_size = worker.block_size
+    if settings is None:
         return WholeBlocks(block_size)
-    runner = worker.target_worker.model_runner
-    if reason := reason_for_whole_blocks(runner):
-        logger.info("DFLASH verifies whole blocks: %s.", reason)
-        return WholeBlocks(block_size)
+    runner, verify_lens = worker.target_worker.model_runner, settings.verify_lens(block_size, worker.device)
     is_recurrent = mambaish_config(runner.model_config) is not None
     backends: Backends
     if runner.decode_cuda_graph_runner is None:
