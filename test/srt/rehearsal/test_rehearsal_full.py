@@ -51,6 +51,7 @@ WINDOW = 12
 # TensorRT-LLM's kernels read whole pages.
 PAGES = {"trtllm_mha": ("--page-size", 16)}
 BOUNDS = Scene("flashinfer", plans_within_bounds=True)
+TRTLLM = Scene("trtllm_mha", plans_within_bounds=True)  # the draft runs on FlashInfer
 TRITON = Scene("triton", buckets=(4,))  # interpreted, on short requests
 DFLASH_AND_PEAGLE = pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
 NUM_GRAPHS = 2 * 3  # of target and draft, for 1, 2 and 4 requests
@@ -95,8 +96,7 @@ def test_plans_within_bounds(draft, expected):
 @pytest.mark.parametrize("draft", ["dflash", "peagle"])
 def test_trtllm_mha(draft, expected):
     """SGLang's default for the target on a Blackwell GPU. The draft runs on FlashInfer."""
-    scene = Scene("trtllm_mha", plans_within_bounds=True)
-    with expected.rehearsed(scene, DRAFTS[draft], pages=PAGES["trtllm_mha"]) as played:
+    with expected.rehearsed(TRTLLM, DRAFTS[draft], pages=PAGES["trtllm_mha"]) as played:
         backends = {note["role"]: note["name"] for note in played.notes("backend")}
         assert backends == {"target": "TRTLLMHAAttnBackend", "draft": "PlansBlocks"}  # ours, of FlashInfer
         assert draft == "peagle" or played.waits() == []
@@ -243,7 +243,7 @@ OWN_LENGTHS = pytest.mark.parametrize(
         (Scene("fa3"), "dflash"),
         (Scene("fa3"), "peagle"),
         (BOUNDS, "dflash2"),
-        (Scene("trtllm_mha"), "dflash"),
+        (TRTLLM, "dflash"),
         (TRITON, "dflash"),
     ],
     ids=backend_of,
@@ -285,7 +285,7 @@ def test_own_lengths_that_change(scene, draft, reference, tmp_path):
         assert sum(map(sum, acceptance(answers))) > 0
 
 
-@pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS, Scene("trtllm_mha")], ids=backend_of)
+@pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS, TRTLLM], ids=backend_of)
 def test_own_lengths_with_copies(scene, reference, tmp_path):
     """Copy and draft in one batch. The host learns a cycle or two late whether there was a match."""
     requests = greedy_requests(4, 64)

@@ -98,6 +98,7 @@ class DFlashDrafter(Drafter):
         super().__init__(draft_runner, target_model, block_size)
         # If the anchor's row drafts too, the last position needs no row.
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
+        self.narrows_blocks = not self._model.norm.weight.is_cuda  # CUDA graphs have whole blocks
         self.has_own_table = get_spec().speculative_draft_window_size is not None
         # Context of cycles that verified the anchor alone. Nobody reads it before the next block is drafted
         # or another request is prefilled. All rows are of one set of requests: a changed set may give a slot
@@ -136,11 +137,6 @@ class DFlashDrafter(Drafter):
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Do nothing: the draft keeps no state beside its KV."""
-
-    @property
-    def narrows_blocks(self) -> bool:
-        """See `Drafter`. CUDA graphs have whole blocks, and so has a forward with the head."""
-        return self._model.ends_before_head and not self._model.norm.weight.is_cuda
 
     def propose(
         self, cycle: Cycle, sampling_info: Any = None, lengths: np.ndarray | None = None
