@@ -318,9 +318,9 @@ def fallback_rules() -> str:
     with patch.dict(os.environ, environment):
         forbidding = [text.split()[2].rstrip(",") for text in fallback._forbidding_options()]
     return (
-        f"The start ends instead of falling back if one of {names(forbidding)} or "
-        f"`--speculative-draft-model-quantization {fallback.PACKED}` is given, with a `speculators` or "
-        "P-EAGLE checkpoint, with `--speculative-dflash-strict`, and if the built-in refuses too.\n\n"
+        f"The start ends instead of falling back if one of {names(forbidding[:-1])} or "
+        f"{names(forbidding[-1:])} is given, with a `speculators` or P-EAGLE checkpoint, with "
+        "`--speculative-dflash-strict`, and if the built-in refuses too.\n\n"
         f"A server that falls back has no {', no '.join(fallback.BUILTIN_LACKS)}."
     )
 

@@ -85,8 +85,6 @@ class DFlashOptions:
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
     # they read.
     TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")
-    # --speculative-draft-model-quantization packed: run a draft's layers as stored, if a kernel can.
-    DRAFT_PACKED = _switch("SGLANG_DFLASH_DRAFT_PACKED", is_extra=True)
     # --no-speculative-adaptive: verify whole blocks, on a CPU too.
     NO_ADAPTIVE = _switch("SGLANG_DFLASH_NO_ADAPTIVE")
     # --speculative-plans-within-bounds. Off until a GPU shows FlashInfer at one request at least 1.1 times as

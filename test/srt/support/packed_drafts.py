@@ -14,7 +14,6 @@ from support.drafts import read_config, write_checkpoint
 
 # What published drafts leave dense.
 IGNORED = ("re:.*kernel_projection$", "re:.*candidate_selector.*", "re:.*norm$", "lm_head", "embed_tokens")
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 SCHEMES = (
     "W4A16",
     "W4A16_ASYM",
@@ -29,10 +28,8 @@ SCHEMES = (
 )
 
 
-def pack(tensors: dict, name: str, shared: bool = False) -> tuple[dict, dict, dict]:
+def pack(tensors: dict, name: str) -> tuple[dict, dict, dict]:
     """Quantize a draft's linear layers.
-
-    shared: give modules that servers fuse one global scale, as llm-compressor does.
 
     Returns the packed tensors, the `quantization_config`, and the tensors as the library unpacks them.
     """
@@ -44,10 +41,7 @@ def pack(tensors: dict, name: str, shared: bool = False) -> tuple[dict, dict, di
             packed[key] = unpacked[key] = tensor
             continue
         form = _format(scheme)
-        fused = next((names for names in FUSED if shared and module.endswith(names)), ())
-        parent = module.rpartition(".")[0]
-        together = [tensors[f"{parent}.{part}.weight"].flatten() for part in fused] or [tensor.flatten()]
-        parts = _compressed(tensor, scheme, form, torch.cat(together).float())
+        parts = _compressed(tensor, scheme, form)
         packed |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
         dense = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)
         unpacked[key] = dense["weight"].to(tensor.dtype)
@@ -71,9 +65,9 @@ def pack_plain_fp8(tensors: dict, in_blocks: bool) -> tuple[dict, dict, dict]:
     return packed, config, unpacked
 
 
-def pack_for_modelopt(tensors: dict, shared: bool = False) -> tuple[dict, dict, dict]:
+def pack_for_modelopt(tensors: dict) -> tuple[dict, dict, dict]:
     """Quantize to NVFP4 in ModelOpt's names and factors. Returns what `pack` does."""
-    packed, _, unpacked = pack(tensors, "NVFP4A16", shared)
+    packed, _, unpacked = pack(tensors, "NVFP4A16")
     renamed = {}
     for name, tensor in packed.items():
         if name.endswith(".weight_global_scale"):  # ModelOpt multiplies where compressed-tensors divides
@@ -102,7 +96,7 @@ def _format(scheme) -> str:
     return getattr(form, "value", form)
 
 
-def _compressed(weight: torch.Tensor, scheme, form: str, together: torch.Tensor) -> dict:
+def _compressed(weight: torch.Tensor, scheme, form: str) -> dict:
     args = scheme.weights
     strategy = getattr(args.strategy, "value", args.strategy)
     rows, columns = weight.shape
@@ -115,7 +109,7 @@ def _compressed(weight: torch.Tensor, scheme, form: str, together: torch.Tensor)
     }[strategy]().float()
     state = {"weight": weight}
     if strategy == "tensor_group":
-        state["weight_global_scale"] = generate_gparam(together.amin(), together.amax())
+        state["weight_global_scale"] = generate_gparam(weight.float().amin(), weight.float().amax())
     scale, zero = calculate_qparams(
         view.amin(-1), view.amax(-1), args, global_scale=state.get("weight_global_scale")
     )

@@ -1,10 +1,6 @@
 """Checks of a draft checkpoint's files in the main process, before SGLang reads them.
 
 A fault ends the start with an error that names the checkpoint, the file and the fault.
-
-A draft has its file's quantization, and is dequantized at load unless the flag
-`--speculative-draft-model-quantization` is `packed`. The target's `--quantization`, which SGLang gives to a
-draft without such a flag, says nothing about it.
 """
 
 import logging
@@ -16,7 +12,6 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config, unread_fields
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError, assumed_values
-from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
@@ -65,15 +60,3 @@ def check_draft_tensors(
     tokens = draft.vocab_size if target_tokens is None else target_tokens
     if problems := [*found.problems, *vocabulary_problems(draft, tokens, found.shapes, **found.maps)]:
         raise DraftConfigError(checkpoint, [*remarks_on_config(checkpoint), *draft.assumed(), *problems])
-
-
-def apply_draft_quantization(args: Any) -> None:
-    """Pass a flag that fits the file on to the processes that load the draft."""
-    DFlashOptions.DRAFT_PACKED.clear()
-    named = args.speculative_draft_model_quantization
-    if named is not None and not args._speculative_draft_quantization_explicitly_set:
-        logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", named)
-    elif named == PACKED and args.device == "cpu":
-        logger.warning("DFLASH dequantizes the draft: a CPU has no kernels for packed layers.")
-    elif named == PACKED:
-        DFlashOptions.DRAFT_PACKED.set(1)

@@ -18,7 +18,6 @@ from sglang_dflash.srt.arg_groups.support import (
     target_attention_findings,
 )
 from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.environ import DFlashOptions
@@ -104,8 +103,6 @@ def _reasons_to_refuse(server_args: Any, found: list[Unsupported]) -> list[str]:
     if DFlashOptions.STRICT.get():
         return reasons
     args = resolving_view(server_args)
-    if args.speculative_draft_model_quantization == PACKED:
-        reasons.append(f"it lacks --speculative-draft-model-quantization {PACKED}, which was requested")
     config = read_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     if config is not None and is_speculators_config(config):
         reasons.append("it lacks a reader of speculators checkpoints, which was requested")

@@ -11,7 +11,6 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.configs.quantization import PACKED
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -22,7 +21,6 @@ _OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "cycles at start-up")
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS,
-    "packed layers of the draft": DFlashOptions.DRAFT_PACKED,
     "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,
 }
 
@@ -65,6 +63,15 @@ class _TurnOffAdaptive(_TurnOn):
         namespace.speculative_adaptive = False
 
 
+def _draft_quantization(method: str) -> str:
+    """Return a value of --speculative-draft-model-quantization; refuse `packed` by name."""
+    if method == "packed":
+        raise argparse.ArgumentTypeError(
+            "packed: a quantized draft is dequantized at load; leave the flag out"
+        )
+    return method
+
+
 def adding_flags() -> staticmethod:
     """Return SGLang's `ServerArgs.add_cli_args`, extended by our flags."""
     from sglang.srt.server_args import ServerArgs
@@ -83,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our flags to SGLang's parser."""
     for action in parser._actions:
         if action.dest == "speculative_draft_model_quantization":
-            action.choices = [*(action.choices or ()), PACKED]  # SGLang's list is the target's flag's too
+            action.type = _draft_quantization
     group = parser.add_argument_group("sglang-dflash")
 
     def add(flag: str, help: str, **options: Any) -> None:

@@ -144,7 +144,9 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
             args.page_size,
         )
         adjusted["enable_mixed_chunk"] = False
-    draft_files.apply_draft_quantization(args)
+    inherited = args.speculative_draft_model_quantization
+    if inherited is not None and not args._speculative_draft_quantization_explicitly_set:
+        logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", inherited)
     adjusted |= resolve_plain_cycle(args)
     declare_resolution(
         server_args,

@@ -18,7 +18,6 @@ from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, shown
 MODELOPT_FILE = "hf_quant_config.json"
 # The attribute of a draft's config, in SGLang's hands, that holds the raw object.
 ATTRIBUTE = "draft_quantization"
-PACKED = "packed"  # a value of --speculative-draft-model-quantization that only ours has
 
 Shape = tuple[int, ...]
 # Names of modules: the compressed-tensors library's; with `*`, as ModelOpt's; whole parts of names, from a
@@ -186,9 +185,9 @@ def flag_problem(named: str | None, quantization: DraftQuantization | None) -> s
         return None
     if quantization is None:
         return f"{flag} is not served for a draft that is not quantized: leave it out."
-    if named not in (PACKED, *quantization.names):
+    if named not in quantization.names:
         method = f"the draft is quantized by {quantization.method}"
-        return f"{flag}: {method}. Leave the flag out, or give {PACKED}."
+        return f"{flag}: {method}. Leave the flag out: its layers are dequantized at load."
     return None
 
 

@@ -174,7 +174,6 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
             "copies": DFlashOptions.COPY_AHEAD.get(),
             "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS.get(),
             "drawn drafts": bool(args.speculative_use_rejection_sampling),
-            "packed draft layers": DFlashOptions.DRAFT_PACKED.get(),
             "draft head": DFlashOptions.DRAFT_HEAD_DTYPE.get(),
             "draft's window": args.speculative_draft_window_size or False,
         }
@@ -213,7 +212,7 @@ def _memory(server_args: Any, args: Any, gpu_gib: float | None) -> dict[str, flo
 def _weights(args: Any, float_bytes: int) -> tuple[float, float]:
     """Return GiB of both models' weights on a rank, floats in the server's dtype.
 
-    A quantized draft is dequantized, unless its layers stay packed.
+    A quantized draft is dequantized.
     """
     paths = args.model_path, args.speculative_draft_model_path
     for path in paths:
@@ -221,7 +220,7 @@ def _weights(args: Any, float_bytes: int) -> tuple[float, float]:
             raise BadInput(f"{path} is no folder of this machine")
     target, draft = (Checkpoint.open(path, with_tensors=True) for path in paths)
     sizes = [sum(_size(tensor, float_bytes) for tensor in each.tensors.values()) for each in (target, draft)]
-    if find_quantization(draft.config, str(draft.folder)) and not DFlashOptions.DRAFT_PACKED.get():
+    if find_quantization(draft.config, str(draft.folder)):
         dense = Pair(target, draft).packed_modules.shapes.values()
         sizes[1] = float_bytes * sum(map(math.prod, dense))
     return sizes[0] / args.tp_size / _GIB, sizes[1] / args.tp_size / _GIB

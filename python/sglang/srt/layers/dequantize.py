@@ -1,6 +1,6 @@
-"""A packed module's tensors: as a weight in float32, or as the parameters of a kernel."""
+"""A packed module's tensors as a weight in float32."""
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
@@ -127,45 +127,3 @@ def _spread(
     if scheme.strategy == "block" or scheme.layout == "modelopt-fp8":
         return scale.repeat_interleave(scheme.block[1], 1)[:, :columns]  # blocks of one row
     return scale.repeat_interleave(scheme.group, 1)
-
-
-def parameter_parts(parts: Mapping[str, torch.Tensor], scheme: Scheme, layout: str, rows: int) -> Parts:
-    """Return a module's tensors as the parameters of a kernel's layout take them.
-
-    `parts` are the file's tensors, by the last part of their names. `rows` is the number of rows of the
-    weight.
-
-    Raises:
-        ValueError: the tensors do not fit the layout. The message says why.
-    """
-    if layout == "packed":
-        names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
-        return {name: parts[name] for name in names if name in parts}
-    if layout == "nvfp4":
-        packed, divisor = parts.get("weight_packed", parts.get("weight")), parts.get("weight_global_scale")
-        if divisor is None:  # ModelOpt's is the factor
-            divisor = 1 / parts["weight_scale_2"].float()
-        assert packed is not None
-        return {
-            "weight_packed": packed,
-            "weight_scale": parts["weight_scale"],
-            "weight_global_scale": divisor.reshape(1),
-        }
-    scale = parts[scheme.scale].float()
-    scale = scale[:, 0, :, 0] if scale.ndim == 4 else scale  # ModelOpt's blocks
-    are_blocks = scale.ndim == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, rows))
-    if layout == "fp8 rows":
-        if are_blocks:
-            raise ValueError("its scales are of blocks, though its config names none")
-        return {"weight": parts["weight"], "weight_scale": scale.reshape(-1, 1).expand(rows, 1)}
-    if scale.ndim != 2:
-        raise ValueError("its scales are not of blocks, though its config names blocks")
-    return {"weight": parts["weight"], "weight_scale": scale}
-
-
-def fusion_problem(modules: Sequence[Parts]) -> str | None:
-    """Say why modules, as parameters of one layer, cannot be fused, or return None."""
-    scales = [parts["weight_global_scale"] for parts in modules if "weight_global_scale" in parts]
-    if any(not torch.equal(scale, scales[0]) for scale in scales):
-        return "the modules that it fuses have different global scales, and the kernel takes one"
-    return None

@@ -20,7 +20,7 @@ from sglang_dflash.srt.configs.draft_kinds import find_mask_token
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.models.loading import load_checkpoint
-from sglang_dflash.srt.models.quantized_linear import PackedLayers, RowCheck, packed_layers_of
+from sglang_dflash.srt.models.quantized_linear import RowCheck
 
 
 @dataclass
@@ -49,18 +49,16 @@ class BlockDraftModel(nn.Module):
     draft: DFlashDraftConfig
     # [draft_vocab_size] int64, offset from a draft token's id to its target token's; None if ids are equal.
     d2t: torch.Tensor | None
-    needs_context_rows = False  # K and V rows of each layer, beside `qkv_proj`
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__()
         self.config = config
         self.draft = draft = self.draft_config_class.parse(config, getattr(config, "_name_or_path", "draft"))
-        # Methods of quantized layers, of which SGLang is not told; None if every layer is dense.
-        self.packed_layers: PackedLayers | None = packed_layers_of(config)
         self.mask_token_id: Any = draft.mask_token_id  # an id, once `prepare_mask` has run
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        options: Any = dict(bias=False, quant_config=self.packed_layers, prefix=add_prefix("fc", prefix))
-        self.fc = ReplicatedLinear(draft.aux_width, config.hidden_size, **options)
+        self.fc = ReplicatedLinear(
+            draft.aux_width, config.hidden_size, bias=False, prefix=add_prefix("fc", prefix)
+        )
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         self.register_buffer("d2t", None, persistent=False)
@@ -77,18 +75,8 @@ class BlockDraftModel(nn.Module):
         classes = [self.layer_class] * config.num_hidden_layers
         classes[0] = self.first_layer_class or self.layer_class
         self.layers: Any = nn.ModuleList(
-            layer_class(config, draft, layer_id, self.packed_layers, add_prefix(f"layers.{layer_id}", prefix))
+            layer_class(config, draft, layer_id, add_prefix(f"layers.{layer_id}", prefix))
             for layer_id, layer_class in enumerate(classes)
-        )
-
-    @property
-    def no_update_reason(self) -> str | None:
-        """Say why the weights cannot be replaced at run time; None if they can."""
-        if self.packed_layers is None or not self.packed_layers.has_kernels:
-            return None
-        return (
-            "the draft's quantized layers are stored as kernels take them, which a weight update cannot "
-            "replace. Start without --speculative-draft-model-quantization packed to update a quantized draft"
         )
 
     @property

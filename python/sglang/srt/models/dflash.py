@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.models.qwen2 import Qwen2MLP
@@ -38,25 +37,22 @@ _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mr
 class DFlashAttention(nn.Module):
     """Attention of one draft layer over committed context (in the KV pool) and the block."""
 
-    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, prefix: str):
         super().__init__()
         total_heads = hf_config.num_attention_heads
         total_kv_heads = hf_config.num_key_value_heads
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // total_heads
         self.head_dim = head_dim
         bias = bool(getattr(hf_config, "attention_bias", False))
-        options = dict(bias=bias, quant_config=quant_config)
         qkv_sizes = draft.attention_inputs(layer_id), head_dim, total_heads, total_kv_heads
-        self.qkv_proj = QKVParallelLinear(*qkv_sizes, **options, prefix=add_prefix("qkv_proj", prefix))
+        self.qkv_proj = QKVParallelLinear(*qkv_sizes, bias=bias, prefix=add_prefix("qkv_proj", prefix))
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.q_size, self.kv_size = self.qkv_proj.q_proj_shard_size, self.qkv_proj.kv_proj_shard_size
         output_sizes = total_heads * head_dim, hf_config.hidden_size
-        self.o_proj = RowParallelLinear(*output_sizes, **options, prefix=add_prefix("o_proj", prefix))
+        self.o_proj = RowParallelLinear(*output_sizes, bias=bias, prefix=add_prefix("o_proj", prefix))
         # Any: a P-EAGLE draft without these norms has no code path that reads them.
         self.q_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if draft.has_qk_norm else None
         self.k_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if draft.has_qk_norm else None
-        # "k" and "v" -> rows [kv_size, hidden] of a packed `qkv_proj`, for the context.
-        self.context_rows: dict[str, torch.Tensor] = {}
         # [q heads + kv heads, head_dim], gathered on first use on a CPU.
         self.qk_weight: torch.Tensor | None = None
         rope_theta, rope_scaling = get_rope_config(hf_config)
@@ -126,30 +122,20 @@ class DFlashAttention(nn.Module):
         return qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, normed:]
 
     def context_kv_weight(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias or None.
-
-        A packed layer's rows are handed out once, as they were dequantized at load.
-        """
+        """Return K and V rows of `qkv_proj`: weight [2 * kv_size, hidden], bias or None."""
         bias = self.qkv_proj.bias
-        bias = None if bias is None else bias[self.q_size :]
-        if self.context_rows:
-            return torch.cat((self.context_rows.pop("k"), self.context_rows.pop("v"))), bias
-        if not isinstance(self.qkv_proj.quant_method, UnquantizedLinearMethod):
-            method = type(self.qkv_proj.quant_method).__name__
-            raise ValueError(f"DFLASH draft: K and V rows of a packed qkv_proj ({method}) are gone")
-        return plain_weight(self.qkv_proj)[self.q_size :], bias
+        return plain_weight(self.qkv_proj)[self.q_size :], None if bias is None else bias[self.q_size :]
 
 
 class DFlashDecoderLayer(nn.Module):
     """A draft layer."""
 
-    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, quant_config, prefix: str):
+    def __init__(self, hf_config, draft: DFlashDraftConfig, layer_id: int, prefix: str):
         super().__init__()
-        options = quant_config, add_prefix("self_attn", prefix)
-        self.self_attn = DFlashAttention(hf_config, draft, layer_id, *options)
+        self.self_attn = DFlashAttention(hf_config, draft, layer_id, add_prefix("self_attn", prefix))
         hidden_size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
         sizes = hidden_size, hf_config.intermediate_size, hf_config.hidden_act
-        self.mlp = Qwen2MLP(*sizes, quant_config, add_prefix("mlp", prefix))
+        self.mlp = Qwen2MLP(*sizes, prefix=add_prefix("mlp", prefix))
         self.input_layernorm = RMSNorm(hidden_size, eps=eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
 
@@ -174,7 +160,6 @@ class DFlashDraftModel(BlockDraftModel):
     `d2t` from its rows to target tokens; earlier releases of the library saved all three.
     """
 
-    needs_context_rows = True
     layer_class: type[Any] = DFlashDecoderLayer
     draft_config_class = DFlashDraftConfig
 
@@ -285,7 +270,7 @@ class DFlashDraftModel(BlockDraftModel):
 
     def renew_copies(self) -> None:
         super().renew_copies()
-        if self.kv_weight is not None and self.no_update_reason is None:
+        if self.kv_weight is not None:
             self.stack_kv_weights()
 
 

@@ -67,8 +67,8 @@ class BlockConv(nn.Module):
 class DFlash2DecoderLayer(DFlashDecoderLayer):
     """A draft layer with convolutions around attention and MLP, if the config has any."""
 
-    def __init__(self, hf_config, draft: DFlash2DraftConfig, layer_id: int, quant_config, prefix: str):
-        super().__init__(hf_config, draft, layer_id, quant_config, prefix)
+    def __init__(self, hf_config, draft: DFlash2DraftConfig, layer_id: int, prefix: str):
+        super().__init__(hf_config, draft, layer_id, prefix)
         self.has_convolutions = draft.conv_kernel_size > 0
         if not self.has_convolutions:
             return

@@ -1,12 +1,11 @@
 """Loading of a draft checkpoint's tensors, which `configs/draft_tensors.py` lists.
 
-Packed modules are dequantized, or loaded as their kernels take them.
+Packed modules are dequantized.
 """
 
 import copy
 import logging
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -22,21 +21,8 @@ from sglang_dflash.srt.configs.draft_tensors import (
     expected_tensors,
 )
 from sglang_dflash.srt.configs.fields import shown
-from sglang_dflash.srt.layers.dequantize import (
-    PackedModule,
-    Parts,
-    fusion_problem,
-    parameter_parts,
-    take_packed_modules,
-)
-from sglang_dflash.srt.models.quantized_linear import (
-    SHARDS,
-    PackedLayer,
-    RowCheck,
-    model_layer,
-    rank_share,
-    row_check,
-)
+from sglang_dflash.srt.layers.dequantize import take_packed_modules
+from sglang_dflash.srt.models.quantized_linear import SHARDS, RowCheck, row_check
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +33,6 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     A weight update may bring parts of it, and plain weights for modules that the checkpoint had packed.
     `model.row_checks` then compares packed modules, as they were loaded, with the file.
     """
-    if model.row_checks and model.no_update_reason is not None:
-        raise ValueError(f"DFLASH draft: {model.no_update_reason}")
     named = list(weights)
     tensors = {canonical_name(name): tensor for name, tensor in named}
     config = copy.copy(model.config)  # as the file has it: on a CPU SGLang rounds up the width of the MLP
@@ -89,16 +73,21 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         if name in found.shapes and name != "d2t":
             _load(model, name, fitted(name, tensor))
 
-    def load_dense(module: PackedModule, weight: torch.Tensor) -> torch.Tensor:
+    checks: list[RowCheck] = []
+    for module in packed:
+        try:
+            weight = module.dequantize(model.norm.weight.device)
+        except ValueError as error:
+            raise ValueError(f"DFLASH draft weights: {error}") from error
         name = f"{module.name}.weight"
         weight = fitted(name, weight)
         _load(model, name, weight.to(model.norm.weight.dtype))
-        return weight
-
-    fusion = model.packed_layers.layers.get("fc") if model.packed_layers is not None else None
-    if fusion is not None and fusion.kernel is not None and not is_ascending:
-        fusion.make_dense("its target layers do not ascend")
-    model.row_checks = load_packed_modules(model, packed, load_dense)
+        if (check := row_check(model, module, weight)) is not None:
+            checks.append(check)
+    if packed:
+        schemes = ", ".join(sorted({module.scheme.name for module in packed}))
+        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
+    model.row_checks = checks
     model.was_loaded = True
     return {name for name, _ in model.named_parameters()}
 
@@ -147,95 +136,3 @@ def _make_room_for_vocabulary(model, tensors: Container[str]) -> None:
         model.embed_tokens = VocabParallelEmbedding(draft.vocab_size, hidden_size).to(like.device, like.dtype)
     if "lm_head.weight" in tensors and model.lm_head is None:
         model.lm_head = ParallelLMHead(draft.draft_vocab_size, hidden_size).to(like.device, like.dtype)
-
-
-def load_packed_modules(
-    model: Any,
-    packed: Sequence[PackedModule],
-    load_dense: Callable[[PackedModule, torch.Tensor], torch.Tensor],
-) -> list[RowCheck]:
-    """Load packed modules, one layer of the model at a time. Return their checks.
-
-    `load_dense` loads a module's weight [rows, columns] float32, and returns it as it was loaded.
-    """
-    by_layer: dict[str, list[PackedModule]] = {}
-    for module in packed:
-        by_layer.setdefault(model_layer(module.name)[0], []).append(module)
-    checks = []
-    layers = model.packed_layers.layers if model.packed_layers is not None else {}
-    for name, modules in by_layer.items():
-        layer = layers.get(name)
-        parts = _parameters(layer, modules) if layer is not None and layer.kernel is not None else None
-        for module in modules:
-            try:
-                weight = module.dequantize(model.norm.weight.device)
-            except ValueError as error:
-                raise ValueError(f"DFLASH draft weights: {error}") from error
-            if parts is None:
-                weight = load_dense(module, weight)
-            else:
-                for part, tensor in parts[module.name].items():
-                    _load(model, f"{module.name}.{part}", tensor)
-                _keep_context_rows(model, module, weight)
-            kernel = layer.kernel if layer is not None else None
-            if (check := row_check(model, module, weight, kernel)) is not None:
-                checks.append(check)
-    _report(packed, list(layers.values()))
-    return checks
-
-
-def _parameters(layer: PackedLayer, modules: Sequence[PackedModule]) -> dict[str, Parts] | None:
-    """Return the parameters of each module of a layer, or make it dense: None."""
-    assert layer.kernel is not None
-    try:
-        found = {
-            module.name: parameter_parts(module.parts, module.scheme, layer.kernel.layout, module.rows)
-            for module in modules
-        }
-        reason = fusion_problem(list(found.values()))
-    except ValueError as error:
-        found, reason = {}, str(error)
-    if reason is None:
-        return found
-    layer.make_dense(reason)
-    return None
-
-
-def _keep_context_rows(model: Any, module: PackedModule, weight: torch.Tensor) -> None:
-    """Keep this rank's K or V rows, which multiply the context."""
-    name, shard = model_layer(module.name)
-    if shard not in ("k", "v") or not model.needs_context_rows:
-        return
-    layer = model.get_submodule(name)
-    rows, _ = rank_share(layer, str(shard), weight.shape[0])
-    attention = model.get_submodule(name.rpartition(".")[0])
-    attention.context_rows[str(shard)] = weight[rows].to(layer.params_dtype)
-
-
-def _report(packed: Sequence[PackedModule], layers: Sequence[PackedLayer]) -> None:
-    """Log what runs packed, and in one warning what does not and why."""
-    if not packed:
-        return
-    schemes = ", ".join(sorted({module.scheme.name for module in packed}))
-    if not layers:
-        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
-        return
-    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel is not None)
-    if kernels:
-        listed = ", ".join(f"{count} on {name}" for name, count in kernels.items())
-        logger.info("DFLASH draft: quantized layers (%s) run packed: %s.", schemes, listed)
-    reasons: dict[str, list[str]] = {}
-    for layer in layers:
-        if layer.kernel is None:
-            reasons.setdefault(layer.reason, []).append(layer.name)
-    if not reasons:
-        return
-    dense = {name for names in reasons.values() for name in names}
-    size = sum(2 * m.rows * m.columns for m in packed if model_layer(m.name)[0] in dense) / 1e9
-    listed = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in reasons.items())
-    logger.warning(
-        "DFLASH draft: %d quantized layers are dequantized, to %.2f GB on all ranks. %s.",
-        len(dense),
-        size,
-        listed,
-    )

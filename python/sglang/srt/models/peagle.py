@@ -44,8 +44,8 @@ class PEagleRows:
 class PEagleFirstLayer(DFlashDecoderLayer):
     """First layer: reads embedding and fused state; only the latter is in the residual."""
 
-    def __init__(self, hf_config, draft: PEagleDraftConfig, *options):
-        super().__init__(hf_config, draft, *options)
+    def __init__(self, hf_config, draft: PEagleDraftConfig, layer_id: int, prefix: str):
+        super().__init__(hf_config, draft, layer_id, prefix)
         self.hidden_norm = RMSNorm(hf_config.hidden_size, eps=hf_config.rms_norm_eps)
         self.norm_before_residual = draft.norm_before_residual
 

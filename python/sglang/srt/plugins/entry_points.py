@@ -126,15 +126,9 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     """Wrap the step that resolves speculative decoding, and apply our rules to DFLASH."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
-    from sglang_dflash.srt.configs.quantization import PACKED
-
     DFlashOptions.FALLBACK.clear()
-    args = resolving_view(server_args)
-    is_dflash = (args.speculative_algorithm or "").upper() == "DFLASH"
-    with refusing():
-        if not is_dflash and args.speculative_draft_model_quantization == PACKED:
-            raise ValueError(f"--speculative-draft-model-quantization {PACKED} is for DFLASH alone.")
-        if is_dflash:
+    if (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH":
+        with refusing():
             return _resolve_dflash(server_args, previous)
     previous(server_args)
 

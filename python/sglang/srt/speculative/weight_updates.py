@@ -159,7 +159,6 @@ class RoutedUpdater:
         self._model, self._draft, self._names = runner.model, draft, names
         self._drafts_updater, self._of_draft = drafts_updater, runner.model is draft
         self._kind = "draft" if self._of_draft else "target"
-        self._refusal = (draft.no_update_reason or "") if self._of_draft else ""  # empty: it takes updates
         self.selector = "all"
         self._selector = "all"  # of the update that runs
         self._problem = ""  # of some rank, once all ranks know it
@@ -180,8 +179,6 @@ class RoutedUpdater:
         config = read_config(model_path, None)
         if (config is not None and is_draft(config)) != self._of_draft:
             return True, "Succeeded to update model weights."  # it is the other model's
-        if self._refusal:
-            return False, f"{model_path!r} is not loaded: {self._refusal}"
         before, load = self._model_config.model_path, self._updater.update_weights_from_disk
         update = functools.partial(load, model_path, *args, **kwargs)
         is_done, message = self._update(update, self._kind, is_whole=True)
@@ -232,14 +229,12 @@ class RoutedUpdater:
     def begin_weight_update(self) -> None:
         """Unpack quantized weights. Raises on all ranks if one fails."""
         self._problem = ""
-        if not self._refusal:
-            self._on_all_ranks(self._updater.begin_weight_update)
+        self._on_all_ranks(self._updater.begin_weight_update)
 
     def end_weight_update(self, *, run_post_load: bool) -> None:
         """Pack quantized weights. Raises on all ranks if one fails."""
         self._problem = ""
-        if not self._refusal:
-            self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
+        self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
         self._draft.renew_copies()
 
     # -- an update
@@ -305,8 +300,6 @@ class RoutedUpdater:
         return own
 
     def _try_own(self, own: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> None:
-        if own and self._refusal:
-            raise ValueError(self._refusal)
         has_written = self._has_written
         try:
             with without_writes(self._model):

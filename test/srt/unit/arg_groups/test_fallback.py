@@ -17,11 +17,9 @@ import sglang  # loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET, ROOT, SPECULATORS_DRAFT, TARGET
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolved_view, resolving_view
-from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.drafts import REMOVE, make_draft
-from support.packed_drafts import write_packed
 
 from sglang_dflash.srt.arg_groups import support
 from sglang_dflash.srt.arg_groups.fallback import builtin_refusal
@@ -453,67 +451,37 @@ def test_quantization_of_the_target_is_not_the_drafts(caplog):
     assert "--quantization fp8 is the target's" in caplog.text
 
 
-PACKED = quantize_draft("packed")
-
-
-def test_packed_layers_are_asked_for_by_name(tmp_path, monkeypatch):
-    monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
-    draft = write_packed(tmp_path / "draft", DRAFT, "W4A16")
-    resolve(record_of(draft))
-    assert not DFlashOptions.DRAFT_PACKED.get()
-    args = resolving_view(resolve(record_of(draft, **PACKED)))
-    assert DFlashOptions.DRAFT_PACKED.get() and args.speculative_draft_model_quantization is None
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        ({}, "(?s)not served for a draft that is not quantized.*it lacks .*packed, which was requested"),
-        ({"attn_cp_size": 2}, "(?s)--attn-cp-size.*it lacks .*packed, which was requested"),
-        ({"speculative_algorithm": "EAGLE3"}, "packed is for DFLASH alone"),
-        ({"speculative_algorithm": None}, "packed is for DFLASH alone"),
-    ],
-)
-def test_nobody_else_gets_packed(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        resolve(record_of(**PACKED, **arguments))
-
-
 def test_nothing_experimental_is_on_by_default_on_a_gpu():
     args = resolving_view(resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET))))
     assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
-    extra = DFlashOptions.COPY_AHEAD, DFlashOptions.DRAFT_PACKED, DFlashOptions.PLANS_WITHIN_BOUNDS
-    assert not any(option.get() for option in extra)
+    assert not DFlashOptions.COPY_AHEAD.get() and not DFlashOptions.PLANS_WITHIN_BOUNDS.get()
     assert DFlashOptions.DRAFT_HEAD_DTYPE.get() == "auto"
 
 
-def test_a_plain_cycle_leaves_out_what_is_extra(tmp_path, monkeypatch, caplog):
+def test_a_plain_cycle_leaves_out_what_is_extra(monkeypatch, caplog):
     """One option for all of it, which one line lists."""
     monkeypatch.setenv(DFlashOptions.COPY_AHEAD.variable, "1")
     monkeypatch.setenv(DFlashOptions.DRAFT_HEAD_DTYPE.variable, "fp8")
     monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1")
-    monkeypatch.setitem(PARSERS, "hf", DraftConfigParser)
-    draft = write_packed(tmp_path / "draft", HYBRID_DRAFT, "FP8_DYNAMIC")
-    given = dict(PACKED, model_path=str(HYBRID_TARGET), enable_linear_replayssm_spec=True)
+    given = dict(model_path=str(HYBRID_TARGET), enable_linear_replayssm_spec=True)
 
     def served(**more) -> tuple[bool, ...]:
-        args = resolving_view(resolve(record_of(draft, **given, **more)))
+        args = resolving_view(resolve(record_of(HYBRID_DRAFT, **given, **more)))
         return (
             AdaptiveSettings.from_environment() is not None,
             DFlashOptions.COPY_AHEAD.get(),
-            DFlashOptions.DRAFT_PACKED.get(),
             DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8",
             DFlashOptions.PLANS_WITHIN_BOUNDS.get(),
             args.enable_linear_replayssm_spec,
         )
 
-    assert served() == (False, True, True, True, True, True)
+    assert served() == (False, True, True, True, True)
     assert "PLAIN_CYCLE" not in caplog.text
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     caplog.clear()
     assert not any(served(speculative_adaptive=True))
     [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
-    for part in ("adaptive", "bounds", "copies", "packed layers", "FP8 head", "ReplaySSM"):
+    for part in ("adaptive", "bounds", "copies", "FP8 head", "ReplaySSM"):
         assert part in said
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "")
     given["enable_linear_replayssm_spec"] = False
@@ -524,7 +492,7 @@ def test_a_plain_cycle_names_only_what_was_asked_for(monkeypatch, caplog):
     monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
     resolve(record_of())
     [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
-    assert not [part for part in ("copies", "packed", "FP8", "bounds", "ReplaySSM") if part in said]
+    assert not [part for part in ("copies", "FP8", "bounds", "ReplaySSM") if part in said]
 
 
 def test_targets_whose_embedding_is_split_are_known_in_the_launcher():

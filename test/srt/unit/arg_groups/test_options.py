@@ -216,7 +216,7 @@ def test_if_it_is_impossible_a_warning_says_so(
     assert reason in warning.getMessage()
 
 
-def test_sglang_knows_them():
+def test_sglang_knows_them(capsys):
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
@@ -225,8 +225,9 @@ def test_sglang_knows_them():
     ServerArgs.add_cli_args(parser)
     given = ["--model-path", "x", "--speculative-draft-sample-method", "probabilistic"]
     assert parser.parse_args(given).speculative_use_rejection_sampling is True
-    for named in ("packed", "unquant", "fp8"):
+    for named in ("unquant", "fp8"):
         given = ["--model-path", "x", "--speculative-draft-model-quantization", named]
         assert parser.parse_args(given).speculative_draft_model_quantization == named
     with pytest.raises(SystemExit):
-        parser.parse_args(["--model-path", "x", "--quantization", "packed"])
+        parser.parse_args(["--model-path", "x", "--speculative-draft-model-quantization", "packed"])
+    assert "packed: a quantized draft is dequantized at load" in capsys.readouterr().err

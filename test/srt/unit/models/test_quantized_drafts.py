@@ -15,12 +15,11 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
 from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
 
-from sglang_dflash.srt.arg_groups.draft_files import apply_draft_quantization, check_draft_tensors
+from sglang_dflash.srt.arg_groups.draft_files import check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import Scheme, flag_problem, quantization_of
-from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.dequantize import PackedModule
 from sglang_dflash.srt.models import quantized_linear
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
@@ -148,7 +147,7 @@ def test_the_check_of_a_rank(rank, monkeypatch):
         module = output if part == "o" else qkv
         module.weight_loader(module.weight, weight, *(() if part == "o" else (part,)))
         packed = PackedModule(f"a.{part}_proj", scheme, rows, 32, {})
-        checks.append(row_check(model, packed, weight, None))
+        checks.append(row_check(model, packed, weight))
     run_row_checks(checks)
     qkv.weight.data[-1] += 1
     with pytest.raises(ValueError, match="a.v_proj"):
@@ -289,38 +288,36 @@ def test_groups_win_in_order():
 
 
 @pytest.mark.parametrize(
-    "named, is_refused", [(None, False), ("packed", False), ("compressed-tensors", False), ("fp8", True)]
+    "named, is_refused", [(None, False), ("packed", True), ("compressed-tensors", False), ("fp8", True)]
 )
 def test_the_flag(named, is_refused, checked):
     """Unset and "unquant", which SGLang turns into None, fit every draft."""
     found = quantization_of(SimpleNamespace(draft_quantization=checked.quantization))
-    assert ("quantized by compressed-tensors" in (flag_problem(named, found) or "")) == is_refused
+    problem = flag_problem(named, found) or ""
+    assert ("quantized by compressed-tensors" in problem and "are dequantized" in problem) == is_refused
     assert ("for a draft that is not quantized" in (flag_problem(named, None) or "")) == (named is not None)
 
 
-def test_what_the_flag_does(tmp_path, monkeypatch, caplog):
-    """Processes that load the draft read an option: packed layers are run only if they were asked for."""
-    packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
-    plain_fp8 = write(tmp_path / "fp8", DRAFT, packed, quantization)
-    assert flag_problem("fp8", quantization_of(read_hf_config(plain_fp8))) is None
-    option = DFlashOptions.DRAFT_PACKED
+def test_the_flag_of_plain_fp8():
+    quantization = pack_plain_fp8(SMALL, in_blocks=True)[1]
+    assert flag_problem("fp8", quantization_of(SimpleNamespace(draft_quantization=quantization))) is None
 
-    def settled(named: str | None, is_given: bool = True, device: str = "cuda") -> bool:
-        monkeypatch.setenv(option.variable, "1")
-        flag = {"speculative_draft_model_quantization": named}
-        flag["_speculative_draft_quantization_explicitly_set"] = is_given
-        apply_draft_quantization(SimpleNamespace(device=device, **flag))
-        return option.get()
 
-    assert not settled(None, False)
-    assert not settled("awq", False)  # the target's
-    assert not settled(None)  # unquant
-    assert not settled("fp8")  # the file's own
-    assert settled("packed")
-    assert not caplog.records
-    assert not settled("packed", True, "cpu")
-    assert "a CPU has no kernels for packed layers" in caplog.text
-    monkeypatch.delenv(option.variable, raising=False)
+def test_modelopts_blocks_under_another_name(tmp_path):
+    """ModelOpt's config does not say which shape its FP8 scales have; the file does."""
+    tensors, _, unpacked = pack_plain_fp8(SMALL, in_blocks=True)
+    renamed = {
+        name.replace("weight_scale_inv", "weight_scale"): (
+            value[:, None, :, None] if name.endswith("weight_scale_inv") else value
+        )
+        for name, value in tensors.items()
+    }
+    exclude = ["lm_head", "*norm", "*kernel_projection", "candidate_selector*"]
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": exclude}
+    folder = write(tmp_path / "draft", DRAFT, renamed, quantization)
+    model = build(DFlashDraftModel, one_layer(folder), iter(renamed.items()))
+    run_row_checks(model.row_checks)
+    assert torch.equal(model.fc.weight.bfloat16(), unpacked["fc.weight"])
 
 
 PLAIN_FP8 = {

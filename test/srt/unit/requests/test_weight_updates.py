@@ -228,22 +228,6 @@ def test_the_targets_embedding_is_the_drafts(pair):
     pair.draft._fp8_head = None
 
 
-@pytest.mark.parametrize("selector", ["all", "draft"])
-def test_a_draft_whose_kernels_took_its_weights(selector, monkeypatch):
-    """It is left alone, also when a session of the target's ends: SGLang would pack its weights again."""
-    monkeypatch.setattr(DFlashDraftModel, "no_update_reason", "it is packed")
-    pair, finished = Pair(), []
-    for name in ("begin_weight_update", "end_weight_update"):
-        monkeypatch.setattr(WeightUpdater, name, lambda self, **_: finished.append(self.get_model()))
-    with unchanged(pair):
-        is_done, message = pair.send(changed(tensors_of(DRAFT), "fc.weight"), selector)
-        assert not is_done and "it is packed" in message
-        is_done, message = pair.load(DRAFT)
-        assert not is_done and "it is packed" in message
-        assert pair.send({"model.norm.weight": tensors_of(TARGET)["model.norm.weight"]})[0]
-    assert pair.draft not in finished and pair.target in finished
-
-
 def test_plain_weights_for_a_draft_that_was_dequantized(tmp_path):
     """A trainer has no packed ones. Half of a packed module is named."""
     plain = tensors_of(DRAFT)

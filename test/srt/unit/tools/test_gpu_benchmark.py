@@ -498,8 +498,10 @@ def test_a_small_server_gets_every_kind_of_request_and_a_shape_a_greedy_one(tmp_
     assert "with a grammar" in problem and "NaN happened" in problem
     server = Answering()
     shape = EVERY[f"speed/fa3/qwen3-8b/{DFLASH}"].spec
-    [problem] = measure.first_requests(session(server, shape, tmp_path, says=("run packed",)))["problems"]
-    assert "does not say 'run packed'" in problem and server.asked == [[measure.GREEDY]] * 2
+    [problem] = measure.first_requests(session(server, shape, tmp_path, says=("graphs are captured",)))[
+        "problems"
+    ]
+    assert "does not say 'graphs are captured'" in problem and server.asked == [[measure.GREEDY]] * 2
 
 
 def test_a_load_is_prefill_then_short_and_long_answers(tmp_path):
