@@ -29,7 +29,7 @@ from sglang_dflash.srt.speculative.width.measure import (
     seconds_overlapped,
     settings_of_adaptive_lengths,
 )
-from sglang_dflash.srt.speculative.width.policy import LengthChooser
+from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 WIDTHS = (1, 2, 4, 8)
@@ -140,7 +140,7 @@ class Clock(CycleClock):
         self.costs, self.timings = costs, []
 
     def stop(self, work=None):
-        self.timings.append((work, 2 * self.costs.expected(work)))
+        self.timings.append((work, 2 * self.costs.expected(work) if work else 1.0))
 
     def finished(self):
         timings, self.timings = self.timings, []
@@ -210,6 +210,22 @@ def test_a_useless_draft_ends_as_plain_decoding():
     assert sum(report["blocks_per_length"].values()) == 4 * 120
     assert report["measured_over_expected_time"] > 1
     json.dumps(report)
+
+
+def test_anchors_alone_are_held_until_something_matches():
+    """Nothing is chosen, timed or learned in a held cycle; a match or another batch ends the hold."""
+    width, batch = adaptive(), batch_of(request(0), request(1))
+    width.begin_prefill(prompts_of(*batch.reqs))
+    run(width, batch, 120, lambda plan: [0] * 2)
+    width.chooser._probe_share = 0.0
+    while choose(width, batch).work is None:
+        pass
+    held = [choose(width, batch) for _ in range(HOLD - 1)]
+    assert all(plan.work is None and plan.verify_len == 1 for plan in held)
+    assert choose(width, batch).work is not None
+    assert choose(width, batch, matches=9).work is not None
+    assert choose(width, batch).work is not None  # after a match, the draft's turn is decided anew
+    assert choose(width, batch_of(request(2))).work is not None
 
 
 def test_each_request_gets_its_own_length():
@@ -342,11 +358,11 @@ def test_modes():
 
 def test_ranks_take_what_rank_0_chose(monkeypatch):
     """A rank other than 0 does not choose, and has no expectations to log."""
-    broadcasts = []
+    broadcasts, chosen = [], [[3, 3], [0, 1], [0, 0]]
 
     def broadcast(values, src, group):
         broadcasts.append((src, group))
-        values.copy_(torch.tensor([[3, 3], [0, 1]]))
+        values.copy_(torch.tensor(chosen))
 
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
@@ -356,6 +372,10 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     assert plan.layout.num_draft_tokens.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
     width.on_launched(plan)
     assert width.report()["measured_over_expected_time"] is None
+    # If rank 0 holds a cycle of anchors, all ranks run the next ones without asking.
+    chosen[:] = [[0, 0], [0, 0], [1, 1]]
+    plans = [choose(width, batch_of(request(0), request(1))) for _ in range(HOLD + 1)]
+    assert [plan.verify_len for plan in plans] == [1] * (HOLD + 1) and len(broadcasts) == 3
 
 
 class Event:

@@ -55,7 +55,7 @@ class CyclePlan(NamedTuple):
     # drafted anyway, and is ignored unless `Drafter.narrows_blocks`.
     draft_slots: int | None = None
     requests: Requests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
-    work: Work = Work(0, 0, 0)  # to learn from, with `requests`
+    work: Work | None = Work(0, 0, 0)  # to learn from, with `requests`. None: nothing is learned
 
     @property
     def verify_len(self) -> int:

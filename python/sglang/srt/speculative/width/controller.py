@@ -21,7 +21,7 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Promp
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH, CycleClock
-from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
+from sglang_dflash.srt.speculative.width.policy import HOLD, Choice, LengthChooser
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +93,14 @@ class AdaptiveLengths:
         log_every: int,
     ):
         self.chooser, self._backends, self._clock, self._tp_group = chooser, backends, clock, tp_group
-        self._metrics, self._log_every = metrics, log_every
+        self._metrics, self._log_every, self._next_log = metrics, log_every, log_every
         # Lengths of matches to expect, if the host cannot read them: of copies that go on.
         self._expected_matches = np.full(chooser.num_rows, UNKNOWN_MATCH)
         self._row_generation = np.zeros(chooser.num_rows, dtype=np.int64)
-        self._num_prefills = self._num_cycles = self._verify_len = 0
+        self._num_prefills = self._num_cycles = self._verify_len = self._cycles_since_choice = 0
+        # The batch whose next cycles verify anchors alone, if there is one, and their plan.
+        self._holds_for: Any = ()
+        self._anchors_alone = CyclePlan(whole_blocks(1, 1))
         self._requests = NO_REQUESTS
         self._cycles_per_verify_len: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
@@ -121,26 +124,39 @@ class AdaptiveLengths:
     def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
         """Choose what the next cycle drafts and verifies.
 
+        If all requests were to verify their anchor alone, the next few cycles without matches do so too, and
+        nothing is learned from them: a cycle that does not draft should cost no more than a decode step.
+
         Args:
             batch: the scheduler's.
             draws: whether drafted tokens are drawn.
             matches: lengths of the requests' matches, as `CopySource.look_up` returns them. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
-        self._learn_timings()
         self._requests = requests = self._describe(batch, draws)
+        matches = np.where(matches == UNKNOWN, self._expected_matches[requests.rows], matches)
+        self._cycles_since_choice += 1
+        for_what, has_matches = (requests.key, caps.tolist()), (matches >= RULE.shortest).any()
+        if self._holds_for == for_what and self._cycles_since_choice < HOLD and not has_matches:
+            self._count_cycle(1, len(requests.rows))
+            return self._anchors_alone
+        self._learn_timings()
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         further = num_tokens - len(batch.reqs) * self.chooser.costs.context
-        matches = np.where(matches == UNKNOWN, self._expected_matches[requests.rows], matches)
-        choice = self._broadcast_choice(requests, further, matches, caps)
+        choice, holds = self._broadcast_choice(requests, further, matches, caps)
+        self._cycles_since_choice = 0
         plan = plan_lengths(
             self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
         )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
         work = self.chooser.work(choice, further)
         self._count(plan.verify_len, choice)
-        return plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
+        plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
+        # The choice may verify anchors alone while this cycle is a probe.
+        self._holds_for = for_what if holds and plan.verify_len == 1 else ()
+        self._anchors_alone = plan._replace(work=None)
+        return plan
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a cycle of unlike lengths, then a whole block. Each is to run before the next.
@@ -151,13 +167,20 @@ class AdaptiveLengths:
         for n in min(2, max_requests), 1:
             yield plan_lengths(self._backends, np.resize((most, 0), n), np.zeros(n, dtype=bool))
 
-    def _count(self, verify_len: int, choice: Choice) -> None:
-        self._verify_len, lengths = verify_len, choice.lengths
+    def _count_cycle(self, verify_len: int, anchors_alone: int) -> None:
+        """Count a cycle, and requests that verify their anchor alone."""
+        self._verify_len = verify_len
         self._num_cycles += 1
         self._cycles_per_verify_len[verify_len] += 1
-        self._blocks_per_length.update(lengths.tolist())
+        self._blocks_per_length[0] += anchors_alone
         self._metrics.count_width(verify_len)
-        if self._num_cycles % self._log_every == 0 and choice.seconds:
+
+    def _count(self, verify_len: int, choice: Choice) -> None:
+        lengths = choice.lengths
+        self._count_cycle(verify_len, int((lengths == 0).sum()))
+        self._blocks_per_length.update(lengths[lengths > 0].tolist())
+        if self._num_cycles >= self._next_log and choice.seconds:
+            self._next_log = self._num_cycles + self._log_every
             logger.info(
                 "DFLASH verifies %d drafted tokens for %d requests, %d at most: %.2f tokens each and %.1f ms "
                 "a cycle expected (measured over expected time so far: %.2f). Blocks by verified tokens: %s.",
@@ -180,18 +203,23 @@ class AdaptiveLengths:
 
     def _broadcast_choice(
         self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray
-    ) -> Choice:
-        """Return rank 0's choice. Others may differ, and ranks that disagree hang."""
-        n = len(requests.rows)
+    ) -> tuple[Choice, bool]:
+        """Return rank 0's choice, and whether its next cycles verify anchors alone.
+
+        Other ranks may choose otherwise, and ranks that disagree hang.
+        """
+        n, holds = len(requests.rows), False
         choice = Choice(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool), 0.0, 0.0)
         if self._tp_group.rank_in_group == 0:
-            choice = self.chooser.choose(requests, further, matches, caps)
+            choice = self.chooser.choose(requests, further, matches, caps, self._cycles_since_choice)
+            holds = self.chooser.verifies_anchors_alone
         if self._tp_group.world_size > 1:
-            sent = torch.from_numpy(np.stack((choice.lengths, choice.copies)).astype(np.int64))
+            rows = choice.lengths, choice.copies, np.full(n, holds)
+            sent = torch.from_numpy(np.stack(rows).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            lengths, copies = sent.numpy()
-            choice = choice._replace(lengths=lengths, copies=copies > 0)
-        return choice
+            lengths, copies, held = sent.numpy()
+            choice, holds = choice._replace(lengths=lengths, copies=copies > 0), bool(held.all())
+        return choice, holds
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""
@@ -199,12 +227,16 @@ class AdaptiveLengths:
 
     def _learn_timings(self) -> None:
         for work, seconds in self._clock.finished():
+            if work is None:
+                continue
             self._measured += seconds
             self._expected += self.chooser.costs.expected(work)
             self.chooser.costs.observe(work, seconds)
 
     def on_accept_lens(self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals) -> None:
         """Learn from the accepted drafted tokens of each request, and where its block came from."""
+        if plan.work is None:
+            return
         requests, accepted = plan.requests, np.asarray(accept_lens)
         rows, modes, verified = requests.rows, requests.modes, plan.max_accept
         same: Any = slice(None)

@@ -10,6 +10,7 @@ Seconds of a cycle are measured at start-up, and corrected while serving. `Cycle
 waiting for the device: by CUDA events, or by wall time on a CPU.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -195,6 +196,7 @@ class CostTable:
             np.asarray(sizes),
             np.broadcast_to(mixed_sample, num_loads),
         )
+        self._weights_at_context = functools.lru_cache(maxsize=1024)(self._compute_weights)
         for i, n in enumerate(self.loads):
             whole = (n + 1) // 2
             of_rows = self.verify(n)[whole * (self.verify_lens[-1] - 1)] + self.draft(n)[whole]
@@ -239,13 +241,19 @@ class CostTable:
 
     def _weights(self, work: Work) -> np.ndarray:
         """Return how much of each entry a cycle takes."""
+        weights = self._weights_at_context(work._replace(further=0)).copy()
+        weights[-1] = max(work.further, 0)
+        return weights
+
+    def _compute_weights(self, work: Work) -> np.ndarray:
+        """Return how much of each entry a cycle takes without further committed tokens."""
         n = work.requests
         row = self._padded_rows(n, np.array(work.verified))
         loads, lengths = np.eye(len(self.loads)), np.eye(len(self.verify_lens))
         by_load, drafts = self._at(n, loads), self._at(work.drafted_for, loads) * (work.drafted_for > 0)
         by_length = _read(lengths, np.interp(row, n * (self.verify_lens - 1), np.arange(len(lengths))))
         verify = np.outer(by_load, by_length).ravel()
-        return np.concatenate((verify, drafts, by_load * work.is_ragged, [max(work.further, 0)]))
+        return np.concatenate((verify, drafts, by_load * work.is_ragged, [0.0]))
 
     def expected(self, work: Work) -> float:
         """Return the seconds of a cycle."""

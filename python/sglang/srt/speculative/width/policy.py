@@ -70,7 +70,7 @@ def choose_lengths(
 
 
 # A decision holds for so many cycles of an unchanged batch, if no copies come and go.
-_HOLD = 4
+HOLD = 4
 
 
 class Choice(NamedTuple):
@@ -110,7 +110,9 @@ class LengthChooser:
         self._held_for = self._turn = self.num_probes = 0
         self._credit = 0.0  # seconds that probes may cost
 
-    def choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+    def choose(
+        self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray, cycles: int = 1
+    ) -> Choice:
         """Return the held choice, a new one, or a probe.
 
         Args:
@@ -118,10 +120,11 @@ class LengthChooser:
             further: committed tokens of all requests beyond those that costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
+            cycles: from the last call to this one.
         """
         has_matches, for_what = bool((matches >= RULE.shortest).any()), (requests.key, caps.tolist())
-        self._held_for += 1
-        if not has_matches and self._held_for < _HOLD and self._held[0] == for_what:
+        self._held_for += cycles
+        if not has_matches and self._held_for < HOLD and self._held[0] == for_what:
             return self._held[1]
         caps = np.minimum(caps, self.max_draft_tokens)
         choice = self._decide(requests, further, matches, caps)
@@ -129,6 +132,11 @@ class LengthChooser:
         self._credit += self._probe_share * self._held_for * choice.seconds
         self._held_for = 0
         return self._probe(choice, requests.rows, further, caps)
+
+    @property
+    def verifies_anchors_alone(self) -> bool:
+        """Whether the latest choice, the one beside a probe, verifies no drafted token."""
+        return not self._held[1].lengths.any()
 
     def _decide(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
         n, modes = len(requests.rows), requests.modes
@@ -159,8 +167,8 @@ class LengthChooser:
     def _probe(self, choice: Choice, rows: np.ndarray, further: int, most: np.ndarray) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
 
-        While their costs are not known, that is the narrowest cycle or the widest one. Later the narrowest
-        takes turns with a whole block of one more request, as far as `probe_share` of the time pays.
+        The narrowest cycle takes turns with a whole block of one more request, as far as `probe_share` of the
+        time pays. While the costs of one are not known, that one is tried at once.
         Requests verify at most `most` drafted tokens. [n]
         """
         n = len(rows)
@@ -169,7 +177,7 @@ class LengthChooser:
         widest = np.where(is_short, most, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, widest)]
+        kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, wider)]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
         is_new, is_turn = min(tries) < KNOWN, bool(self.num_probes % 2) or not is_short.any()
         if is_new:
@@ -177,7 +185,7 @@ class LengthChooser:
         elif is_turn and (choice.lengths > narrowest).any():
             probe = kinds[0]
         else:
-            probe = kinds[1]._replace(lengths=wider)
+            probe = kinds[1]
         if not self._probe_share or (probe.lengths == choice.lengths).all():
             return choice
         seconds = self.costs.expected(self.work(probe, further))
