@@ -90,8 +90,6 @@ def _sizes(server: Server, folder: Path) -> Sizes:
     from sglang.srt.runtime_context import SpawnRanks, get_schedule, publish
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_dflash.srt.doctor.serve import pool_configurator
-
     os.environ["TRITON_INTERPRET"] = "1"  # else ReplaySSM is turned off on a machine without a GPU
     arguments = ["--model-path", str(folder / "target"), "--skip-tokenizer-init", "--dtype", "bfloat16"]
     arguments += ["--load-format", "dummy"]  # there are configs alone
@@ -105,7 +103,7 @@ def _sizes(server: Server, folder: Path) -> Sizes:
     server_args = prepare_server_args(arguments)
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     with _pretended(kv_cache_configurator, server):
-        configurator = pool_configurator(server_args, "cpu")
+        configurator = _pool_configurator(server_args)
         config = configurator._resolve_memory_pool_config(GPUS[server.gpu] - CONTEXT_GIB)
         states = configurator.mambaish_config.mamba2_cache_params
         kv_bytes_per_token = create_memory_pool_configurator(configurator)._cell_size
@@ -117,6 +115,56 @@ def _sizes(server: Server, folder: Path) -> Sizes:
             ring_bytes=states.replayssm_ring_bytes_per_req(record_len=server_args.linear_replayssm_cache_len),
             kv_bytes_per_token=kv_bytes_per_token,
         )
+
+
+def _pool_configurator(server_args):
+    """Build SGLang's own sizing of pools, without a model."""
+    from sglang.srt.arg_groups.model_override_base import resolved_view
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
+    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
+        resolve_spec_aux_hidden_state_config,
+    )
+    from sglang.srt.runtime_context import get_parallel
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    args, model = resolved_view(server_args), ModelConfig.from_server_args(server_args)
+    algorithm = SpeculativeAlgorithm.from_string(args.speculative_algorithm)
+    _, kv_dtype = configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=args.kv_cache_dtype,
+        model=None,
+        model_dtype=model.dtype,
+        is_draft_worker=False,
+        is_dflash=True,
+        speculative_draft_attention_backend=args.speculative_draft_attention_backend,
+    )
+    role = {"server_args": server_args, "spec_algorithm": algorithm, "is_draft_worker": False}
+    return KVCacheConfigurator(
+        device="cpu",
+        gpu_id=0,
+        attn_dp_size=get_parallel().attn_dp_size,
+        pp_size=1,
+        pp_group=None,
+        model=None,
+        model_config=model,
+        kv_cache_dtype=kv_dtype,
+        model_dtype=model.dtype,
+        page_size=args.page_size,
+        sliding_window_size=model.sliding_window_size,
+        post_capture_kv_active=False,
+        spec_aux_config=resolve_spec_aux_hidden_state_config(model_config=model, **role),
+        is_hybrid_swa=model.is_hybrid_swa,
+        is_hybrid_swa_compress=False,
+        use_mla_backend=model.attention_arch == AttentionArch.MLA,
+        layer_info=resolve_layer_indices(model=None, model_config=model, is_draft_worker=False),
+        forward_stream=None,
+        req_to_token_pool=None,
+        token_to_kv_pool_allocator=None,
+        memory_pool_config=None,
+        **role,
+    )
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
     [--html FILE] [--unquantized DRAFT] [--num-draft-tokens N]
-    python -m sglang_dflash.doctor --serve "COMMAND OF A SERVER" [--device cuda] [--gpu-memory GIB] [--json]
+    python -m sglang_dflash.doctor --serve "COMMAND OF A SERVER" [--device cuda] [--json]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
@@ -16,7 +16,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import dropwhile
@@ -64,12 +63,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model-path", help="the target, a directory or a hub id")
     add("--draft", help="the DFlash or P-EAGLE draft, a directory or a hub id")
     add("--serve", metavar="COMMAND", help="say who would serve this command line of launch_server, and how")
-    add(
-        "--gpu-memory",
-        type=float,
-        metavar="GIB",
-        help="for --serve: pretend a Hopper GPU (--device cuda: 80)",
-    )
     add("--measure", action="store_true", help="load both models, decode some prompts, report the acceptance")
     help_prompts = 'JSON lines with "text" or "messages"; implies --measure'
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)
@@ -101,14 +94,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     from sglang_dflash.srt.doctor import serve
 
-    words, gib = shlex.split(args.serve), args.gpu_memory
-    flags = list(dropwhile(lambda word: not word.startswith("--"), words))
-    if args.device == "cuda" and not torch.cuda.is_available():
-        gib = gib or 80.0
-    elif args.device is not None:
+    flags = list(dropwhile(lambda word: not word.startswith("--"), shlex.split(args.serve)))
+    if args.device is not None:
         flags += ["--device", args.device]
-    with nullcontext() if gib is None else serve.pretended_gpu(gib):
-        answer = serve.examine(flags, gib)
+    answer = serve.examine(flags, is_hopper=args.device == "cuda" and not torch.cuda.is_available())
     print(json.dumps(asdict(answer), indent=1) if args.json else answer)
     return serve.STATUS[answer.served_by]
 

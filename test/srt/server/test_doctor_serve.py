@@ -1,7 +1,7 @@
-"""`doctor --serve` says what a server then does: on a CPU, and on a GPU that is pretended.
+"""`doctor --serve` says what a server then does: on a CPU, and on a GPU that this machine lacks.
 
-On the GPU its answers are compared with our step of SGLang's argument pipeline, run by itself, and on the CPU
-with servers that start, or end.
+For the GPU its answers are compared with our step of SGLang's argument pipeline, run by itself, and on the
+CPU with servers that start, or end.
 """
 
 import json
@@ -15,6 +15,7 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
 from support.drafts import make_draft, read_config
+from support.packed_drafts import write_packed
 from support.servers import ENVIRONMENT, run_to_end, warm_start
 
 from sglang_dflash.srt.arg_groups.options import add_flags
@@ -25,32 +26,18 @@ from sglang_dflash.srt.plugins import algorithm, entry_points, patch
 
 pytestmark = pytest.mark.server
 
-GIB = 80.0
-# Every command line in a fork of a process that has imported SGLang beside a pretended GPU.
-EXAMINE = """
-import dataclasses, json, os, sys
-from sglang_dflash.srt.doctor import serve
-lines, gib = json.loads(sys.argv[1])
-with serve.pretended_gpu(gib):
-    import sglang.srt.arg_groups.pipeline, sglang.srt.mem_cache.kv_cache_configurator
-    for name, arguments in lines.items():
-        child = os.fork()
-        if child == 0:
-            answer = serve.examine(arguments, gib)
-            print("ANSWER", json.dumps([name, dataclasses.asdict(answer)]), flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-"""
 PAIR = ["--model-path", str(TARGET), *dflash_arguments()]
 
 
 @pytest.fixture(scope="module")
-def gemma(tmp_path_factory) -> Path:
-    """A draft with Gemma's norm, which only the built-in runs, and only on a GPU."""
-    return make_draft(tmp_path_factory.mktemp("drafts") / "gemma", base=DRAFT, use_gemma_norm=True)
+def drafts(tmp_path_factory) -> dict[str, Path]:
+    """A quantized draft, and one with Gemma's norm, which only the built-in runs, and only on a GPU."""
+    folder = tmp_path_factory.mktemp("drafts")
+    gemma = make_draft(folder / "gemma", base=DRAFT, use_gemma_norm=True)
+    return {"GEMMA": gemma, "W4A16": write_packed(folder / "packed", DRAFT, "W4A16")}
 
 
-# name -> (arguments, "GEMMA" for that draft; who serves; words of the reason)
+# name -> (arguments, with a draft's name for its path; who serves; words of the reason)
 ON_A_GPU = {
     "the defaults": ([], OURS, ""),
     "copies and own lengths": (["--speculative-copy-ahead", "--speculative-adaptive"], OURS, ""),
@@ -62,18 +49,31 @@ ON_A_GPU = {
 }
 
 
+def examine(*arguments: str, device: str = "") -> tuple[int, dict]:
+    """Run the command as a user does. Return its exit status, and its report."""
+    more = ("--device", device) if device else ()
+    done = run_to_end(
+        "-m", "sglang_dflash.doctor", "--serve", shlex.join(arguments), "--json", *more, timeout=900
+    )
+    start = done.output.find('{\n "served_by"')
+    assert start >= 0, done.output
+    report, _ = json.JSONDecoder().raw_decode(done.output, start)
+    return done.code, report
+
+
 @pytest.fixture(scope="module")
-def answers(gemma) -> dict[str, dict]:
+def answers(drafts) -> dict[str, dict]:
     """Answers for the command lines on a GPU, by name."""
-    lines = {name: [*PAIR, *with_draft(arguments, gemma)] for name, (arguments, *_) in ON_A_GPU.items()}
-    done = run_to_end("-c", EXAMINE, json.dumps([lines, GIB]), is_cold=True, timeout=900)
-    found = [line for line in done.output.splitlines() if line.startswith("ANSWER ")]
-    assert len(found) == len(ON_A_GPU), done.output
-    return dict(json.loads(line.removeprefix("ANSWER ")) for line in found)
+    lines = {name: arguments for name, (arguments, *_) in ON_A_GPU.items()}
+    lines["a quantized draft"] = dflash_arguments("W4A16")
+    return {
+        name: examine(*PAIR, *with_draft(arguments, drafts), device="cuda")[1]
+        for name, arguments in lines.items()
+    }
 
 
-def with_draft(arguments: list[str], gemma: Path) -> list[str]:
-    return [str(gemma) if word == "GEMMA" else word for word in arguments]
+def with_draft(arguments: list[str], drafts: dict[str, Path]) -> list[str]:
+    return [str(drafts.get(word, word)) for word in arguments]
 
 
 @pytest.fixture
@@ -105,10 +105,10 @@ def decision_of(arguments: list[str], monkeypatch) -> tuple[str, tuple[str, ...]
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)
-def test_who_serves_on_a_gpu(name, answers, gemma, options, monkeypatch):
+def test_who_serves_on_a_gpu(name, answers, drafts, options, monkeypatch):
     arguments, by, words = ON_A_GPU[name]
     answer = answers[name]
-    decided, because, block_size = decision_of([*PAIR, *with_draft(arguments, gemma)], monkeypatch)
+    decided, because, block_size = decision_of([*PAIR, *with_draft(arguments, drafts)], monkeypatch)
     assert answer["served_by"] == decided == by, answer
     assert tuple(answer["because"]) == because and words in " ".join(because)
     assert answer["settings"].get("block size") == block_size
@@ -131,34 +131,39 @@ def kv_bytes(config: dict) -> int:
     return count * 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
 
 
+def state_bytes(config: dict) -> int:
+    """Return bytes of a request's float32 states and bfloat16 inputs of convolutions."""
+    config = config.get("text_config", config)
+    key, value = (
+        config[f"linear_num_{name}_heads"] * config[f"linear_{name}_head_dim"] for name in ("key", "value")
+    )
+    inputs = (2 * key + value) * (config["linear_conv_kernel_dim"] - 1)
+    state = value * config["linear_key_head_dim"]
+    return config["layer_types"].count("linear_attention") * (4 * state + 2 * inputs)
+
+
 @pytest.mark.parametrize(
     "name, target, draft",
-    [("the defaults", TARGET, DRAFT), ("recurrent states", HYBRID_TARGET, HYBRID_DRAFT)],
+    [
+        ("the defaults", TARGET, DRAFT),
+        ("a quantized draft", TARGET, DRAFT),
+        ("recurrent states", HYBRID_TARGET, HYBRID_DRAFT),
+    ],
 )
 def test_the_memory_on_a_gpu(name, target, draft, answers):
-    """What is stored in files and configs, and what SGLang divides: weights, KV and states fill its share."""
+    """A quantized draft takes as much as it did before: it is dequantized."""
     memory = answers[name]["memory"]
     of_target, of_draft = (kv_bytes(read_config(checkpoint)) / 1024 for checkpoint in (target, draft))
     assert memory["KV of a token, KiB"] == of_target + of_draft
     assert memory["the draft's part of it, KiB"] == of_draft
-    stored = (draft / "model.safetensors").stat().st_size / 2**30
-    assert memory["draft's weights, GiB"] == pytest.approx(stored, rel=0.02)
-    assert 0 < memory["requests at once"] <= 48
-    kv_gib = memory["KV tokens"] * memory["KV of a token, KiB"] / 2**20
-    assert 0.3 * GIB < kv_gib < 0.9 * GIB
-    assert ("recurrent states of a request, MiB" in memory) == (target is HYBRID_TARGET)
+    for model, checkpoint in (("target", target), ("draft", draft)):
+        stored = (checkpoint / "model.safetensors").stat().st_size / 2**30
+        assert memory[f"{model}'s weights, GiB"] == pytest.approx(stored, rel=0.02)
+    states = state_bytes(read_config(target)) / 2**20 if target is HYBRID_TARGET else None
+    assert memory.get("states of a request, MiB") == states
 
 
 # --- on this machine ---
-
-
-def examine(*arguments: str) -> tuple[int, dict]:
-    """Run the command as a user does. Return its exit status, and its report."""
-    done = run_to_end("-m", "sglang_dflash.doctor", "--serve", shlex.join(arguments), "--json", timeout=900)
-    start = done.output.find('{\n "served_by"')
-    assert start >= 0, done.output
-    report, _ = json.JSONDecoder().raw_decode(done.output, start)
-    return done.code, report
 
 
 def test_a_server_of_ours_is_as_announced():
@@ -172,8 +177,8 @@ def test_a_server_of_ours_is_as_announced():
     assert answer["settings"]["block size"] == info["speculative_num_draft_tokens"]
     assert answer["settings"]["attention of the target"] == info["attention_backend"]
     assert answer["settings"]["adaptive width"] is False and "speculative_width" not in state
-    assert answer["memory"]["KV tokens"] == info["max_total_num_tokens"]
-    assert answer["memory"]["requests at once"] == state["effective_max_running_requests_per_dp"]
+    of_target = answer["memory"]["KV of a token, KiB"] - answer["memory"]["the draft's part of it, KiB"]
+    assert state["memory_usage"]["kvcache"] == pytest.approx(16384 * of_target / 2**20, abs=6e-4)
 
 
 def test_a_speculators_checkpoint_is_ours_on_a_cpu():
@@ -183,9 +188,11 @@ def test_a_speculators_checkpoint_is_ours_on_a_cpu():
 
 
 @pytest.mark.parametrize("name, words", [("gemma", "Gemma's RMSNorm"), ("hidden size", "hidden_size is 512")])
-def test_a_server_that_ends_is_announced(name, words, gemma, tmp_path):
+def test_a_server_that_ends_is_announced(name, words, drafts, tmp_path):
     """The reason is what the start of that server prints."""
-    draft = gemma if name == "gemma" else make_draft(tmp_path / "draft", base=DRAFT, hidden_size=512)
+    draft = (
+        drafts["GEMMA"] if name == "gemma" else make_draft(tmp_path / "draft", base=DRAFT, hidden_size=512)
+    )
     arguments = ["--model-path", str(TARGET), *dflash_arguments(draft)]
     status, answer = examine(*arguments)
     assert status == STATUS[REFUSED] == 2 and answer["served_by"] == REFUSED

@@ -1,37 +1,38 @@
 """The start of a server, examined without one, for `doctor --serve`.
 
-SGLang and the plugin resolve the arguments as they do at the start of a server, and SGLang's own code sizes
-the pools. No weights are loaded. A GPU may be pretended on a machine that has none.
+SGLang and the plugin resolve the arguments as they do at the start of a server. No weights are loaded. On a
+machine without a GPU, SGLang is told that it has a Hopper.
 """
 
 import contextlib
 import logging
 import math
-import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-import torch
-
-from sglang_dflash.srt.configs.checkpoint import FLOATS, Stored
+from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.quantization import find_quantization
 from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.server_info import Implementation
 
 logger = logging.getLogger(__name__)
 
 OURS, BUILT_IN, REFUSED = "sglang-dflash", "SGLang's built-in DFLASH", "nobody"
 STATUS = {OURS: 0, BUILT_IN: 1, REFUSED: 2}
-_CONTEXT_GIB = 0.8  # what CUDA itself takes of a GPU
-_GIB = 2**30
+# Facts of SGLang's `override_platform`. Its default attention depends on them, and so may who serves.
+HOPPER: dict[str, Any] = {
+    "is_cuda": True,
+    "is_sm90": True,
+    "is_hopper_with_cuda_12_3": True,
+    "device_sm": 90,
+    "device_capability": (9, 0),
+}
+# Bytes of a number of a key, 0 for the model's dtype. Other dtypes store scales too.
+_KV_BYTES = {"auto": 0, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Answer:
         because: why ours does not serve, or why nobody does.
         lost: what the built-in lacks.
         settings: what is on and off, by name.
-        memory: sizes by name, in the unit that the name ends with. What is not known is not there.
+        memory: sizes by name, in the unit that the name ends with. Unknown sizes are omitted.
         log: our lines in the server's log.
     """
 
@@ -76,22 +77,22 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def examine(arguments: Sequence[str], gpu_gib: float | None = None) -> Answer:
+def examine(arguments: Sequence[str], is_hopper: bool = False) -> Answer:
     """Find out what would become of a server with these arguments.
 
     Call it once in a process, which holds one server's configuration afterwards.
 
     Args:
         arguments: the words after `sglang.launch_server`.
-        gpu_gib: memory of the pretended GPU, in GiB, inside `pretended_gpu`. None: a device of this machine.
+        is_hopper: answer for a Hopper GPU, which this machine lacks.
 
     Raises:
         BadInput: DFLASH is not requested.
     """
     from sglang.srt.arg_groups.model_override_base import resolved_view
+    from sglang.srt.runtime_context import override_platform
 
-    log, ours = BufferingHandler(sys.maxsize), logging.getLogger("sglang_dflash")
-    with mock.patch.multiple(ours, handlers=[log], propagate=False, level=logging.INFO):
+    with _collected_log() as log, override_platform(**(HOPPER if is_hopper else {})):
         try:
             server_args = _resolve(arguments)
         except SystemExit as end:  # SGLang's parser has said why
@@ -104,13 +105,27 @@ def examine(arguments: Sequence[str], gpu_gib: float | None = None) -> Answer:
         decision = Implementation.from_server_args(server_args)
         return Answer(
             BUILT_IN if decision.is_builtin else OURS,
-            args.device if gpu_gib is None else f"{args.device}, pretended, with {gpu_gib:g} GiB",
+            f"{args.device}, a Hopper GPU that this machine lacks" if is_hopper else args.device,
             decision.because,
             decision.lost,
             _settings(args, decision.is_builtin),
-            _memory(server_args, args, gpu_gib),
+            _memory(server_args, args),
             _lines(log),
         )
+
+
+@contextlib.contextmanager
+def _collected_log() -> Iterator[BufferingHandler]:
+    """Collect our log lines instead of printing them."""
+    log, ours = BufferingHandler(sys.maxsize), logging.getLogger("sglang_dflash")
+    before = ours.handlers, ours.propagate, ours.level
+    ours.handlers, ours.propagate = [log], False
+    ours.setLevel(logging.INFO)
+    try:
+        yield log
+    finally:
+        ours.handlers, ours.propagate, level = before
+        ours.setLevel(level)
 
 
 def _lines(log: BufferingHandler) -> list[str]:
@@ -126,38 +141,6 @@ def _resolve(arguments: Sequence[str]) -> Any:
     logging.getLogger().setLevel(logging.ERROR)  # SGLang's own lines say nothing about the question
     server_args.resolve_once()
     return server_args
-
-
-@contextlib.contextmanager
-def pretended_gpu(gib: float) -> Iterator[None]:
-    """Let SGLang, which must not be imported yet, find a Hopper GPU with this much memory.
-
-    Raises:
-        BadInput: The machine has a GPU, or SGLang has looked for one already.
-    """
-    if torch.cuda.is_available() or "sglang" in sys.modules:
-        raise BadInput("--gpu-memory is for a machine without a GPU, in a process without SGLang")
-    total = int(gib * _GIB)
-    properties = SimpleNamespace(major=9, minor=0, total_memory=total, multi_processor_count=132)
-    answers = {
-        "is_available": True,
-        "device_count": 64,
-        "current_device": 0,
-        "get_device_name": "pretended",
-        "get_device_capability": (9, 0),
-        "get_device_properties": properties,
-        "mem_get_info": (total, total),
-    }
-    found: dict[str, Any] = {name: lambda *_, answer=answer: answer for name, answer in answers.items()}
-    kernels = [runtime.STAND_IN_DIR] if runtime.needs_stand_in() else []
-    with (
-        mock.patch.multiple(torch.cuda, **found),
-        mock.patch.multiple(runtime, needs_stand_in=lambda: False, is_active=lambda: False),
-        mock.patch.object(sys, "path", [*kernels, *sys.path]),
-        mock.patch.dict(os.environ),
-    ):
-        os.environ.pop(runtime.CPU_ENGINE_SWITCH, None)  # from a parent that has no GPU either
-        yield
 
 
 def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
@@ -190,123 +173,49 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
     return found
 
 
-def _memory(server_args: Any, args: Any, gpu_gib: float | None) -> dict[str, float]:
-    """Return what a rank needs, and the requests that fit. Log what is not known."""
+def _memory(server_args: Any, args: Any) -> dict[str, float]:
+    """Return a rank's sizes by configs and headers. Log why others are unknown."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.utils.common import get_available_gpu_memory
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import SpawnRanks, publish
 
-    found: dict[str, float] = {}
+    path, found = args.speculative_draft_model_path, {}
     try:
-        target, draft = _weights(args, model_config_of(server_args).dtype.itemsize)
-        found |= {"target's weights, GiB": target, "draft's weights, GiB": draft}
-        if gpu_gib is None:
-            total = get_available_gpu_memory(args.device, 0, empty_cache=False)
-        else:
-            total = gpu_gib - _CONTEXT_GIB
-        found |= _pools(server_args, args, total, total - target - draft)
-    except Exception as error:  # files elsewhere, too little memory, a target that SGLang sizes by its model
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        model = model_config_of(server_args)
+        layers, float_bytes = model.num_hidden_layers, model.dtype.itemsize
+        if recurrent := mambaish_config(model):
+            layers = len(recurrent.full_attention_layer_ids)
+            found["states of a request, MiB"] = recurrent.mamba2_cache_params.mamba_cache_per_req / 2**20
+        draft_model = ModelConfig.from_server_args(server_args, model_path=path, is_draft_model=True)
+        draft_dtype = args.speculative_draft_kv_cache_dtype or args.kv_cache_dtype
+        draft_kv = _kv_bytes(draft_model, draft_model.num_hidden_layers, draft_dtype)
+        found["KV of a token, KiB"] = (_kv_bytes(model, layers, args.kv_cache_dtype) + draft_kv) / 1024
+        found["the draft's part of it, KiB"] = draft_kv / 1024
+        target, draft = (Checkpoint.open(name, with_tensors=False) for name in (args.model_path, path))
+        found["target's weights, GiB"] = _weight_bytes(target, float_bytes) / args.tp_size / 2**30
+        size = _weight_bytes(draft, float_bytes)
+        if find_quantization(draft.config, str(draft.folder)):
+            size = float_bytes * sum(map(math.prod, Pair(target, draft).packed_modules.shapes.values()))
+        found["draft's weights, GiB"] = size / args.tp_size / 2**30
+    except Exception as error:  # files elsewhere, or configs of which SGLang tells no sizes
         logger.info("More of the memory is not known: %s", str(error) or type(error).__name__)
     return found
 
 
-def _weights(args: Any, float_bytes: int) -> tuple[float, float]:
-    """Return GiB of both models' weights on a rank, floats in the server's dtype.
-
-    A quantized draft is dequantized.
-    """
-    paths = args.model_path, args.speculative_draft_model_path
-    for path in paths:
-        if not os.path.isdir(os.path.expanduser(path)):
-            raise BadInput(f"{path} is no folder of this machine")
-    target, draft = (Checkpoint.open(path, with_tensors=True) for path in paths)
-    sizes = [sum(_size(tensor, float_bytes) for tensor in each.tensors.values()) for each in (target, draft)]
-    if find_quantization(draft.config, str(draft.folder)):
-        dense = Pair(target, draft).packed_modules.shapes.values()
-        sizes[1] = float_bytes * sum(map(math.prod, dense))
-    return sizes[0] / args.tp_size / _GIB, sizes[1] / args.tp_size / _GIB
-
-
-def _size(tensor: Stored, float_bytes: int) -> int:
-    bits = re.search(r"\d+", tensor.dtype)  # none in BOOL
-    width = float_bytes if tensor.dtype in FLOATS else int(bits[0]) // 8 if bits else 1
-    return math.prod(tensor.shape) * width
-
-
-def _pools(server_args: Any, args: Any, total_gib: float, free_gib: float) -> dict[str, float]:
-    """Return the sizes of the pools, as SGLang's own code finds them beside the weights."""
-    from sglang.srt.mem_cache import kv_cache_configurator
-    from sglang.srt.model_executor.pool_configurator import create_memory_pool_configurator
-    from sglang.srt.runtime_context import SpawnRanks, get_parallel, get_schedule, publish
-
-    from sglang_dflash.srt.compat import budgeted_draft_bytes
-
-    publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-    groups = SimpleNamespace(cpu_group=None, world_size=1)
-    with (
-        mock.patch.object(kv_cache_configurator, "get_available_gpu_memory", lambda *_, **__: free_gib),
-        get_parallel().override(world_group=groups),
-    ):
-        configurator = pool_configurator(server_args, args.device)
-        config = configurator._resolve_memory_pool_config(total_gib)
-        token = create_memory_pool_configurator(configurator)._cell_size
-        found: dict[str, float] = {
-            "KV of a token, KiB": token / 1024,
-            "the draft's part of it, KiB": (budgeted_draft_bytes(configurator) or 0) / 1024,
-            "KV tokens": config.max_total_num_tokens,
-            "requests at once": config.max_running_requests,
-        }
-        if configurator.mambaish_config is not None:
-            states = configurator.mambaish_config.mamba2_cache_params
-            found["recurrent states of a request, MiB"] = states.mamba_cache_per_req / 2**20
-            found["states that are kept"] = get_schedule().max_mamba_cache_size
-    return found
-
-
-def pool_configurator(server_args: Any, device: str) -> Any:
-    """Build SGLang's own sizing of pools, without a model."""
-    from sglang.srt.arg_groups.model_override_base import resolved_view
-    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-    from sglang.srt.model_executor.model_runner_components.layer_setup import resolve_layer_indices
-    from sglang.srt.model_executor.model_runner_components.spec_aux_hidden_state import (
-        resolve_spec_aux_hidden_state_config,
-    )
+def _kv_bytes(model: Any, num_layers: int, dtype: str) -> int:
     from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    args, model = resolved_view(server_args), ModelConfig.from_server_args(server_args)
-    algorithm = SpeculativeAlgorithm.from_string(args.speculative_algorithm)
-    _, kv_dtype = configure_kv_cache_dtype(
-        server_args_kv_cache_dtype=args.kv_cache_dtype,
-        model=None,
-        model_dtype=model.dtype,
-        is_draft_worker=False,
-        is_dflash=True,
-        speculative_draft_attention_backend=args.speculative_draft_attention_backend,
-    )
-    role = {"server_args": server_args, "spec_algorithm": algorithm, "is_draft_worker": False}
-    return KVCacheConfigurator(
-        device=device,
-        gpu_id=0,
-        attn_dp_size=get_parallel().attn_dp_size,
-        pp_size=1,
-        pp_group=None,
-        model=None,
-        model_config=model,
-        kv_cache_dtype=kv_dtype,
-        model_dtype=model.dtype,
-        page_size=args.page_size,
-        sliding_window_size=model.sliding_window_size,
-        post_capture_kv_active=False,
-        spec_aux_config=resolve_spec_aux_hidden_state_config(model_config=model, **role),
-        is_hybrid_swa=model.is_hybrid_swa,
-        is_hybrid_swa_compress=False,
-        use_mla_backend=model.attention_arch == AttentionArch.MLA,
-        layer_info=resolve_layer_indices(model=None, model_config=model, is_draft_worker=False),
-        forward_stream=None,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=None,
-        memory_pool_config=None,
-        **role,
-    )
+    if dtype not in _KV_BYTES or model.is_hybrid_swa or getattr(model, "index_head_dim", None):
+        raise BadInput(f"KV of --kv-cache-dtype {dtype}, or of windowed or sparse layers")
+    numbers = model.get_num_kv_heads(get_parallel().attn_tp_size) * (model.head_dim + model.v_head_dim)
+    if model.attention_arch.name == "MLA":
+        numbers = model.kv_lora_rank + model.qk_rope_head_dim
+    return num_layers * numbers * (_KV_BYTES[dtype] or model.dtype.itemsize)
+
+
+def _weight_bytes(checkpoint: Checkpoint, float_bytes: int) -> int:
+    """Return the size of the stored tensors, with floats in the server's dtype."""
+    sizes = dict.fromkeys(FLOATS, float_bytes) | {"I64": 8, "I32": 4}
+    return sum(math.prod(each.shape) * sizes.get(each.dtype, 1) for each in checkpoint.tensors.values())
