@@ -1,7 +1,7 @@
 """Find out why acceptance is low, or what a server would do, without a server.
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
-    [--html FILE] [--unquantized DRAFT] [--num-draft-tokens N]
+    [--html FILE] [--num-draft-tokens N]
     python -m sglang_dflash.doctor --serve "COMMAND OF A SERVER" [--device cuda] [--json]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
@@ -68,8 +68,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)
     add("--json", action="store_true", help="print the report as JSON, and the text to stderr")
     add("--html", type=Path, metavar="FILE", help="write the findings as a page; implies --measure")
-    help_unquantized = "the draft before it was quantized: report what each layer lost; implies --measure"
-    add("--unquantized", metavar="DRAFT", help=help_unquantized)
     help_tokens = "tokens to decode per prompt (default: 64)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
     help_block = "draft so many tokens a block, anchor included, not the trained number; implies --measure"
@@ -83,8 +81,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--max-new-tokens must be at least 2")
     if args.num_draft_tokens is not None and args.num_draft_tokens < 2:
         parser.error("--num-draft-tokens must be at least 2")
-    given = args.prompts, args.html, args.unquantized, args.num_draft_tokens
-    implied = any(value is not None for value in given)
+    implied = any(value is not None for value in (args.prompts, args.html, args.num_draft_tokens))
     args.measure = args.measure or implied
     return args
 
@@ -106,11 +103,10 @@ def _examine(args: argparse.Namespace) -> int:
     # All that cannot work is reported before anything is loaded.
     draft = Checkpoint.open(args.draft, with_tensors=True)
     target = Checkpoint.open(args.model_path, with_tensors=False)
-    before = None if args.unquantized is None else Checkpoint.open(args.unquantized, with_tensors=True)
     if args.html is not None:
         args.html.open("a").close()  # an error now, rather than after the measurement
     prompts = PROMPTS if args.prompts is None else read_prompts(args.prompts)
-    from sglang_dflash.srt.doctor import quantization, report, static_checks
+    from sglang_dflash.srt.doctor import report, static_checks
 
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     pair = Pair(target, draft)
@@ -121,44 +117,39 @@ def _examine(args: argparse.Namespace) -> int:
     say(report.heading(pair, found), end="\n\n")
     for finding in found:
         say(finding)
-    measured = cost = None
+    measured = None
     if args.measure and any(finding.is_fatal for finding in found):
         say("Not measured: the draft cannot be loaded as it is.")
     elif args.measure:
-        before_pair = None if before is None else Pair(target, before)
-        measured, cost, more = _measure(args, pair, before_pair, prompts)
+        measured, more = _measure(args, pair, prompts)
         found += more
         say(report.figures(measured), end="\n\n")
-        if cost is not None:
-            say(quantization.text(cost), end="\n\n")
         for finding in more:
             say(finding)
     faults = sum(finding.level == FAULT for finding in found)
     say(f"{faults} fault{'s' * (faults > 1)} found." if faults else "No fault found.")
     if args.html is not None:
-        args.html.write_text(report.page(pair, found, measured, cost), encoding="utf-8")
+        args.html.write_text(report.page(pair, found, measured), encoding="utf-8")
         say(f"Written to {args.html}.")
     if args.json:
-        print(json.dumps(report.as_json(pair, found, measured, cost), indent=1))
+        print(json.dumps(report.as_json(pair, found, measured), indent=1))
     return int(faults > 0)
 
 
-def _measure(args, pair, before, prompts):
+def _measure(args, pair, prompts):
     import torch
 
-    from sglang_dflash.srt.doctor import measure, quantization
+    from sglang_dflash.srt.doctor import measure
 
     dtype = getattr(torch, args.dtype)
     try:
         observed = measure.observe(pair.target, prompts, args.max_new_tokens, args.device, dtype)
         measured = measure.measure(pair, observed)
-        cost = None if before is None else quantization.measure_cost(pair, before, observed)
     except torch.OutOfMemoryError as error:
         raise BadInput(
             "the device has too little memory for both models; try --dtype bfloat16 or --device cpu"
         ) from error
-    found = list(measure.findings(measured))
-    return measured, cost, found if cost is None else [*found, *quantization.findings(cost)]
+    return measured, list(measure.findings(measured))
 
 
 if __name__ == "__main__":

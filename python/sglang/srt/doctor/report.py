@@ -16,7 +16,6 @@ from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.measure import Measurement
 from sglang_dflash.srt.doctor.pair import FAULT, Checkpoint, Finding, Pair
-from sglang_dflash.srt.doctor.quantization import COLUMNS, QuantizationCost, table
 from sglang_dflash.srt.doctor.readings import blocks
 
 _NO_XML = re.compile("[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -89,12 +88,7 @@ def readings(measured: Measurement) -> list[tuple[str, str, str]]:
     return [(*configured[:2], "(the reference)"), *others]
 
 
-def as_json(
-    pair: Pair,
-    found: Sequence[Finding],
-    measured: Measurement | None = None,
-    cost: QuantizationCost | None = None,
-) -> dict[str, Any]:
+def as_json(pair: Pair, found: Sequence[Finding], measured: Measurement | None = None) -> dict[str, Any]:
     """Return the whole report as JSON's types; what was not measured is None."""
     report: dict[str, Any] = {
         "target": pair.target.name,
@@ -104,7 +98,6 @@ def as_json(
         "num_faults": sum(finding.level == FAULT for finding in found),
         "findings": [asdict(finding) for finding in found],
         "measured": None,
-        "quantization": None if cost is None else asdict(cost),
     }
     if measured is not None:
         report["measured"] = {
@@ -120,16 +113,13 @@ def as_json(
     return report
 
 
-def page(
-    pair: Pair, found: Sequence[Finding], measured: Measurement | None, cost: QuantizationCost | None = None
-) -> str:
-    """Return the page; `measured` and `cost` are None if they were not measured."""
+def page(pair: Pair, found: Sequence[Finding], measured: Measurement | None) -> str:
+    """Return the page; `measured` is None if nothing was measured."""
     folder = FileSystemLoader(Path(__file__).parent)
     made = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     made.globals |= dict(describe_draft=describe_draft, answers=_answers, readings=readings)
-    made.globals |= dict(COLUMNS=COLUMNS, cost_rows=table)
     template = made.get_template("page.html.jinja")
-    return _NO_XML.sub("\ufffd", template.render(pair=pair, found=found, measured=measured, cost=cost))
+    return _NO_XML.sub("\ufffd", template.render(pair=pair, found=found, measured=measured))
 
 
 def _answers(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:

@@ -60,8 +60,7 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
         listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
         yield note(
             f"the draft is quantised ({listed})",
-            "It is dequantised at load; --measure shows its acceptance, --unquantized DRAFT what each layer "
-            "lost",
+            "It is dequantised at load; --measure shows its acceptance",
         )
     configs = (vars(pair.text_config), pair.target.config)
     if any(config.get("quantization_config") for config in configs):

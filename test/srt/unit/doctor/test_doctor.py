@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
 from support.drafts import make_draft, read_config
 from support.packed_drafts import write_packed
+from training import quantization_cost
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import measure, quantization, static_checks
+from sglang_dflash.srt.doctor import measure, static_checks
 from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, other_readings
@@ -439,34 +440,18 @@ def test_what_each_layer_lost(observed, tmp_path):
     own = [name for name in weights if name.startswith("layers.1.") and name.endswith("weight_scale")]
     save_file(weights | {name: weights[name] / 2 for name in own}, folder / "model.safetensors")
     pair = open_pair(folder)
-    cost = quantization.measure_cost(pair, open_pair(DRAFT), some(observed, 3))
+    cost = quantization_cost.measure_cost(pair, open_pair(DRAFT), some(observed, 3))
     layers = {layer.name: layer for layer in cost.layers}
     assert list(layers) == ["fc", "layers.0", "layers.1", "layers.2"]
-    assert cost.unquantized.length > cost.quantized.length
     worst = min(cost.layers, key=lambda layer: layer.evidence.gain)
     assert worst is layers["layers.1"] and worst.evidence.t < -4
     errors = {name: max(layer.weight_errors.values()) for name, layer in layers.items()}
     assert 0.5 < errors.pop("layers.1") < 0.6 and all(0.05 < error < 0.2 for error in errors.values())
-    faults = [finding.problem for finding in quantization.findings(cost)]
+    faults = [finding.problem for finding in quantization_cost.findings(cost)]
     assert len(faults) == len(own) and all("layers.1." in problem for problem in faults)
-    said = quantization.text(cost)
-    assert len(said.splitlines()) == 7 and "layers.1 quantized      W4" in said
-    html = page(pair, [], measure.measure(pair, some(observed, 10)), cost)
-    layer = as_json(pair, [], None, cost)["quantization"]["layers"][2]
-    assert layer["name"] == "layers.1" and layer["evidence"]["gain"] == worst.evidence.gain
-    cells = [cell.text for cell in ElementTree.fromstring(html).iter("th")]
-    assert "layers.1 quantized" in cells and "all quantized" in cells
-
-
-def test_what_cannot_be_compared(observed, tmp_path):
-    packed = open_pair(write_packed(tmp_path / "draft", DRAFT, "W4A16"))
-    for pair, before, words in (
-        (open_pair(DRAFT), open_pair(DRAFT), "has no quantized layers"),
-        (packed, packed, "is no unquantized draft"),
-        (packed, open_pair(DFLASH2_DRAFT), "its config is another one"),
-    ):
-        with pytest.raises(BadInput, match=words):
-            quantization.measure_cost(pair, before, observed)
+    assert "layers.1 quantized      W4" in quantization_cost.text(cost)
+    with pytest.raises(BadInput, match="is no unquantized draft"):
+        quantization_cost.measure_cost(pair, pair, observed)
 
 
 def test_a_quantised_draft_is_no_fault(tmp_path, capsys):
@@ -584,7 +569,7 @@ def test_the_report_as_json(tmp_path, capsys):
     assert report["num_faults"] == 1 and fault["problem"].startswith("num_target_layers is 36, but")
     assert f"fault: {fault['problem']}" in said.err and "1 fault found." in said.err
     assert report["target"] == str(TARGET) and report["served_by"].startswith("sglang-dflash")
-    assert report["measured"] is None and report["quantization"] is None
+    assert report["measured"] is None
     assert examine(DRAFT, "--json") == 0 and json.loads(capsys.readouterr().out)["num_faults"] == 0
 
 
