@@ -67,11 +67,13 @@ FLAGS = {
     "unit/requests/test_streamed_calls.py": ("--tokenizer-worker-num",),
 }
 NO_SERVER = {
+    "--load-format": "of benchmarks with weights of noise: unit/tools/test_gpu_benchmark.py parses it",
+    "--speculative-plans-within-bounds": "GPU: of FlashInfer; the rehearsal turns it on",
     "--device": "of the doctor's command lines; every server here has the CPU",
     "--model": "of clients and of the speculators library",
     "--port": "every server here has one, from benchmark/serving.py",
     "--speculative-draft-attention-backend": "GPU: a CPU has one backend; the rehearsal chooses others",
-    "--speculative-draft-model-quantization": "GPU: a CPU has no kernels for quantized layers",
+    "--speculative-draft-model-quantization": "SGLang's; a quantized draft is dequantized without it",
     "--speculative-use-block-verification": "GPU: refused on a CPU",
     "--speculative-draft-kv-cache-dtype": "GPU: SGLang's flag; a CPU has no fp8 KV",
     "--speculative-accept-threshold-single": "ignored with a warning: unit/arg_groups/test_fallback.py",
