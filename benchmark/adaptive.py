@@ -19,8 +19,6 @@ import argparse
 import itertools
 import json
 import math
-import os
-import platform
 import random
 import shlex
 import statistics
@@ -51,6 +49,7 @@ from serving import (
     ROOT,
     TARGET,
     Server,
+    describe_cpu,
     dflash_arguments,
     importing,
     serve,
@@ -405,7 +404,7 @@ def page(cells: list[Cell], args, command: str) -> str:
     gpu = machine()
     return f"""# Adaptive verify width against fixed ones
 
-{date.today()}; {f"{gpu}; " if gpu else ""}{platform.machine()}, {os.cpu_count()} CPU cores,
+{date.today()}; {f"{gpu}; " if gpu else ""}{describe_cpu()},
 {args.threads} PyTorch threads per server; {args.dtype}; sglang {version("sglang")},
 sglang-dflash {version("sglang-dflash")}; {args.new_tokens} new tokens a request;
 {args.starts} starts of {args.rounds} rounds of {args.seconds:g} s, in proportion longer with more than

@@ -21,7 +21,6 @@ benchmark/results/copy-ahead.md and .json.
 import argparse
 import json
 import os
-import platform
 import re
 import shlex
 import statistics
@@ -44,6 +43,7 @@ from serving import (
     TARGET,
     WHOLE_BLOCKS,
     Server,
+    describe_cpu,
     dflash_arguments,
     heldout_prompts,
     importing,
@@ -257,7 +257,7 @@ def page(cells: list[Cell], args) -> str:
     table = "\n".join([HEAD, "|---|---|" + "---:|" * 12, *map(row, cells)])
     return f"""# Copy ahead
 
-{date.today()}; {platform.machine()}, {os.cpu_count()} CPU cores, {args.threads} PyTorch threads per server;
+{date.today()}; {describe_cpu()}, {args.threads} PyTorch threads per server;
 {args.dtype}; sglang {version("sglang")}, sglang-dflash {version("sglang-dflash")};
 {args.new_tokens} new tokens a request, medians of {args.rounds} rounds. Last measured by
 `python benchmark/copy_ahead.py {shlex.join(sys.argv[1:])}`; other pairs are from an earlier run.

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from gpu.servers import SIMULATION
-from serving import DRAFT, ROOT, TARGET, Server, dflash_arguments, serve
+from serving import DRAFT, ROOT, TARGET, Server, describe_cpu, dflash_arguments, serve
 
 BACKENDS = ("flashinfer", "fa3")
 OURS, BUILT_IN, PLAIN = "ours", "built-in", "no speculation"
@@ -59,7 +58,7 @@ def main() -> None:
     heading = {
         "date": str(date.today()),
         "command": " ".join(["python", "benchmark/host_time.py", *sys.argv[1:]]),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "machine": describe_cpu(),
         "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
     }

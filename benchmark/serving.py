@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import random
 import signal
 import socket
@@ -34,6 +35,8 @@ CHAT_TARGET = ROOT / "models" / "smollm2-135m-instruct"
 CHAT_DRAFT = ROOT / "models" / "smollm2-135m-instruct-dflash2"
 HELDOUT_PROMPTS = ROOT / "benchmark" / "prompts" / "heldout.jsonl"
 START_TIMEOUT_S = 240
+# As pages name them, with the flag in /proc/cpuinfo.
+INSTRUCTIONS = {"AVX2": "avx2", "AVX-512": "avx512f", "AVX512-BF16": "avx512_bf16", "AMX": "amx_tile"}
 _SERVER_PORTS = (*range(20_000, 22_000), *range(30_000, 32_000))
 
 # The flag with which every cycle verifies whole blocks, on a CPU too. Then no count depends on a clock.
@@ -41,6 +44,21 @@ WHOLE_BLOCKS = "--no-speculative-adaptive"
 
 # (command, environment, log) -> a process with `pid`, `poll`, `wait` and `returncode`
 Start = Callable[[Sequence[str], dict[str, str], BinaryIO], Any]
+
+
+def describe_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the CPU's model, which of `INSTRUCTIONS` it has, and its number of cores.
+
+    Without a model and flags in `cpuinfo`, the architecture stands for both.
+    """
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    cpu = platform.machine()
+    if {"model name", "flags"} <= facts.keys():
+        flags = facts["flags"].split()
+        has = [f"{name} {'yes' if flag in flags else 'no'}" for name, flag in INSTRUCTIONS.items()]
+        cpu = f"{facts['model name']} ({', '.join(has)})"
+    return f"{cpu}, {os.cpu_count()} CPU cores"
 
 
 class ServerDied(RuntimeError):
