@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -48,6 +47,7 @@ from serving import (
     ROOT,
     TARGET,
     Server,
+    describe_cpu,
     dflash_arguments,
     importing,
     serve,
@@ -277,7 +277,8 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
                         print(report.line(load, loads), flush=True)
                 heading["minutes"] = round((time.perf_counter() - started) / 60, 1)
                 _write(heading, loads, file_name)
-    print(f"\n{report.table(loads)}\n{report.step_table(loads)}\n{report.acceptance_table(loads)}")
+    tables = (report.table, report.step_table, report.acceptance_table, report.ratio_table)
+    print("", *(table(loads) for table in tables), sep="\n", end="")
     print(f"{heading['minutes']} minutes; written: benchmark/results/{file_name}.md, .json, .png")
     return 0
 
@@ -298,7 +299,7 @@ def _heading(args, target: str, drafts: Sequence[str], sets: Sequence[PromptSet]
         "target": Path(target).name,
         "drafts": [Path(draft).name for draft in drafts],
         "command": "make bench" if not args.raw else "python benchmark/bench.py " + shlex.join(shown),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "machine": describe_cpu(),
         "load_before": round(os.getloadavg()[0], 1),
         "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
         "threads": args.threads or "default",

@@ -4,7 +4,7 @@ A cell is a set of prompts at one temperature and concurrency. In each of its ro
 same prompts, one server after the other. So a ratio is one of two runs of the same round, and a cell has the
 median of its ratios and half their range.
 
-    python benchmark/report.py benchmark/results/FILE.json    # prints the table of the README
+    python benchmark/report.py benchmark/results/FILE.json    # prints the page again
 """
 
 import itertools
@@ -27,27 +27,40 @@ def cell(load) -> tuple[str, float, int]:
     return load.prompts, load.temperature, load.concurrency
 
 
-def in_cell(loads, where: tuple, server: str) -> list:
-    """Return a server's runs in a cell, by round."""
+def in_cell(loads, where: tuple, server: str | None) -> list:
+    """Return a server's runs in a cell, by round; none of no server."""
     return sorted((x for x in loads if cell(x) == where and x.server == server), key=lambda x: x.round)
 
 
 def is_plain(server: str) -> bool:
-    """Tell whether a server runs SGLang without speculation."""
+    """Return whether a server runs SGLang without speculation."""
     return server.startswith(NO_SPECULATION)
 
 
-def ratios(loads, where: tuple, server: str) -> list[float]:
-    """Return output tokens/s relative to the faster server without speculation, by round.
+def is_ours(server: str) -> bool:
+    """Return whether a server runs our draft or our layers."""
+    return any(kind in server for kind in (OUR_LAYERS, WHOLE_BLOCKS, ADAPTIVE))
+
+
+def without_draft(loads) -> str | None:
+    """Return the server that a draft has to beat: our layers, or SGLang's if ours were not measured."""
+    return max(filter(is_plain, names(loads)), key=is_ours, default=None)
+
+
+def fastest_peer(loads, where: tuple) -> str | None:
+    """Return the server of a cell that has the largest median of tokens/s and is not ours."""
+    peers = [name for name in names(loads) if not is_ours(name) and in_cell(loads, where, name)]
+    return max(peers, key=lambda name: _speed(in_cell(loads, where, name)), default=None)
+
+
+def ratios(loads, where: tuple, server: str, other: str | None) -> list[float]:
+    """Return a server's output tokens/s relative to another's, by round.
 
     Rounds that one of the two did not serve are left out.
     """
-    plain: dict[int, float] = {}
-    for load in loads:
-        if cell(load) == where and is_plain(load.server):
-            plain[load.round] = max(plain.get(load.round, 0.0), load.tokens_per_second)
+    others = {run.round: run.tokens_per_second for run in in_cell(loads, where, other)}
     runs = in_cell(loads, where, server)
-    return [run.tokens_per_second / plain[run.round] for run in runs if run.round in plain]
+    return [run.tokens_per_second / others[run.round] for run in runs if run.round in others]
 
 
 def half_range(values: Sequence[float]) -> float:
@@ -55,15 +68,17 @@ def half_range(values: Sequence[float]) -> float:
 
 
 def formatted(values: Sequence[float]) -> str:
-    """Format ratios: their median, and from two rounds on half their range."""
+    """Format ratios: their median, and from two rounds on half their range; a dash if there are none."""
+    if not values:
+        return "–"
     spread = f" ±{half_range(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.median(values):.2f}x{spread}"
 
 
 def line(load, loads) -> str:
-    """Format one run; the ratio is that of its round."""
+    """Format one run; the ratio is that of its round, to our layers without a draft."""
     same_round = [x for x in loads if x.round == load.round]
-    found = ratios(same_round, cell(load), load.server) if not is_plain(load.server) else []
+    found = _ratios_to_plain(same_round, cell(load), load.server)
     ratio = f"{found[0]:5.2f}x" if found else " " * 6
     accept = f"accept length {load.accept_length:.2f}" if load.acceptance else ""
     where = f"{load.prompts} T={load.temperature:g} x{load.concurrency}"
@@ -90,11 +105,27 @@ def table(loads) -> str:
         values = []
         for server in servers:
             runs = in_cell(loads, where, server)
-            found = ratios(loads, where, server) if not is_plain(server) else []
-            speed = f"{statistics.median(x.tokens_per_second for x in runs):.0f}" if runs else "–"
+            found = _ratios_to_plain(loads, where, server)
+            speed = f"{_speed(runs):.0f}" if runs else "–"
             values.append(f"{speed} ({formatted(found)})" if found else speed)
         prompts, temperature, concurrency = where
         rows.append(f"| {prompts} | {temperature:g} | {concurrency} | " + " | ".join(values) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def ratio_table(loads) -> str:
+    """Format the gains of our servers with a draft: over none, and over the fastest peer of the cell."""
+    rows = ["| prompts | T | requests | server | over no draft | over the fastest peer | peer |"]
+    rows.append("|---|---:|---:|---|---:|---:|---|")
+    drafting = [name for name in names(loads) if is_ours(name) and not is_plain(name)]
+    for where, server in itertools.product(cells(loads), drafting):
+        if not in_cell(loads, where, server):
+            continue
+        peer = fastest_peer(loads, where)
+        gains = [formatted(ratios(loads, where, server, x)) for x in (without_draft(loads), peer)]
+        prompts, temperature, concurrency = where
+        values = " | ".join((server, *gains, peer or "–"))
+        rows.append(f"| {prompts} | {temperature:g} | {concurrency} | {values} |")
     return "\n".join(rows) + "\n"
 
 
@@ -187,31 +218,12 @@ def answers_table(loads) -> str:
     return "\n".join(rows) + "\n"
 
 
-def readme_table(loads) -> str:
-    """Format greedy speeds and accept lengths for the README, the edits with and without copies."""
-    loads = [load for load in loads if not load.temperature]
-    lengths = {(prompts, server): found.accept_length for prompts, _, server, found, _ in merged(loads)}
-    rows = [
-        f"| prompts | requests | {NO_SPECULATION} | {WHOLE_BLOCKS} | {ADAPTIVE} | accept length |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for prompts, suffix in itertools.product(dict.fromkeys(load.prompts for load in loads), ("", COPIES)):
-        servers = [WHOLE_BLOCKS + suffix, ADAPTIVE + suffix]
-        for where in (where for where in cells(loads) if where[0] == prompts):
-            plain = [in_cell(loads, where, server) for server in names(loads) if is_plain(server)]
-            runs = [in_cell(loads, where, server) for server in servers]
-            if not any(plain) or not all(runs):
-                continue
-            found = [formatted(ratios(loads, where, server)) for server in servers]
-            values = [f"{max(map(_speed, filter(None, plain))):.0f}"]
-            values += [f"{_speed(of):.0f} ({ratio})" for of, ratio in zip(runs, found)]
-            values.append(f"{lengths[prompts, WHOLE_BLOCKS + suffix]:.2f}")
-            rows.append(f"| {prompts}{suffix} | {where[2]} | " + " | ".join(values) + " |")
-    return "\n".join(rows) + "\n"
-
-
 def _speed(runs: Sequence) -> float:
     return statistics.median(run.tokens_per_second for run in runs)
+
+
+def _ratios_to_plain(loads, where: tuple, server: str) -> list[float]:
+    return [] if is_plain(server) else ratios(loads, where, server, without_draft(loads))
 
 
 def markdown(heading: dict, loads, stem: str) -> str:
@@ -229,10 +241,17 @@ def markdown(heading: dict, loads, stem: str) -> str:
         *([heading["remark"]] if heading["remark"] else []),
         "## Tokens per second",
         f"All servers are up and are measured in turn, in {heading['rounds']} rounds a cell. In brackets: "
-        "relative to the faster server without speculation in the same round, median and half the range. An "
-        f"answer ends at the target's stop token or at a limit of new tokens: {limits}.{ignored}",
+        "relative to our layers without a draft (if not measured: SGLang's) in the same round, median and "
+        f"half the range. An answer ends at the target's stop token or at a limit of new tokens: {limits}."
+        f"{ignored}",
         table(loads),
         f"![tokens per second and acceptance]({stem}.png)",
+        "## Gain over no draft and over the fastest peer",
+        "No draft is as above. Peers are SGLang without our layers, its own DFLASH, and other engines.",
+        ratio_table(loads),
+        "## First round",
+        "Before a row's first round, a server has answered four requests to warm up, and the rows above.",
+        table([load for load in loads if not load.round]),
         "## Accept length and acceptance per position",
         "Tokens per verified block, bonus token included, over the runs at all concurrencies: of all "
         "answers, and of those that the target ended before the limit (cut ones often loop). Then the "
@@ -268,9 +287,7 @@ def plot(loads, path: Path) -> None:
     for prompts, axes in zip(sets, panels):
         for server in names([load for load in loads if load.prompts == prompts]):
             where = [c for c in cells(loads) if c[0] == prompts and in_cell(loads, c, server)]
-            speeds = [
-                statistics.median(x.tokens_per_second for x in in_cell(loads, c, server)) for c in where
-            ]
+            speeds = [_speed(in_cell(loads, c, server)) for c in where]
             axes.plot([c[2] for c in where], speeds, marker="o", label=server, color=colors[server])
         ticks = sorted({load.concurrency for load in loads})
         axes.set(xlabel="requests at once", ylabel="output tokens/s", ylim=(0, None), title=prompts)
@@ -299,8 +316,9 @@ def plot(loads, path: Path) -> None:
 def main() -> None:
     from bench import Load
 
-    raw = json.loads(Path(sys.argv[1]).read_text())
-    print(readme_table([Load(**load) for load in raw["loads"]]), end="")
+    path = Path(sys.argv[1])
+    raw = json.loads(path.read_text())
+    print(markdown(raw, [Load(**load) for load in raw["loads"]], path.stem), end="")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import report
 import ties
 from bench import Load
 from prompt_sets import CHAT_SETS, PromptSet
-from serving import ROOT, free_port
+from serving import ROOT, describe_cpu, free_port
 
 # -- prompt sets
 
@@ -150,7 +151,7 @@ def started(monkeypatch, tmp_path, *flags: str) -> int:
     return bench.main()
 
 
-def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path):
+def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path, capsys):
     sent = served_by(monkeypatch, answer)
     flags = ("--rounds", "2", "--concurrency", "1", "4", "--temperature", "0", "1", "--name", "x.y")
     assert started(monkeypatch, tmp_path, "--prompts", own_prompts(tmp_path), *flags) == 0
@@ -167,7 +168,14 @@ def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path):
     assert runs[0][1][0]["text"] == "prompt 0" and runs[len(order)][1][0]["text"] == "prompt 4"
     loads = json.loads((tmp_path / "x.y.json").read_text())["loads"]
     assert len(loads) == len(runs) and {load["round"] for load in loads} == {0, 1}
-    assert "| own | 0 | 4 |" in (tmp_path / "x.y.md").read_text()
+    page = (tmp_path / "x.y.md").read_text()
+    first = report.table([Load(**one) for one in loads if one["round"] == 0])
+    assert describe_cpu() in page and f"{first}\n## Accept length" in page
+    gains = report.ratio_table([Load(**one) for one in loads])
+    assert gains in page and gains in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tmp_path / "x.y.json")])
+    report.main()
+    assert capsys.readouterr().out == page
     assert (tmp_path / "x.y.png").stat().st_size > 1000
 
 
@@ -193,29 +201,47 @@ def test_a_ratio_is_of_the_same_round():
         load("no speculation", 10, 0, concurrency=16),
         load("no speculation", 10, 2),  # no partner
     ]
-    assert report.ratios(loads, ("chat", 0.0, 4), "adaptive") == [2.0, 2.5]
+    assert report.ratios(loads, ("chat", 0.0, 4), "adaptive", "no speculation") == [2.0, 2.5]
     assert report.formatted([2.0, 2.5]) == "2.25x ±0.25" and report.formatted([2.0]) == "2.00x"
     assert "| chat | 0 | 4 | 10 | 16 (2.25x ±0.25) |" in report.table(loads)
-    assert report.ratios(loads, ("chat", 0.0, 16), "adaptive") == []
+    assert report.ratios(loads, ("chat", 0.0, 16), "adaptive", "no speculation") == []
     assert "| chat | 0 | 16 | 10 | – |" in report.table(loads)
     assert "2.50x" in report.line(loads[3], loads)
 
 
-def test_a_ratio_is_to_the_faster_server_without_speculation():
-    """In each round, whichever that is; neither has a ratio itself."""
-    loads = [
-        load("no speculation", 10, 0),
-        load("no speculation, our layers", 5, 0),
-        load("adaptive", 2.5, 0, accepted=[1]),
-        load("no speculation", 4, 1),
-        load("no speculation, our layers", 8, 1),
-        load("adaptive", 2, 1, accepted=[1]),
-        load("whole blocks", 2, 1, accepted=[1]),
+def test_gains_are_over_our_layers_and_over_the_fastest_peer():
+    """The fastest by its median, though another wins the first round."""
+    ours = "no speculation, our layers"
+    seconds = {"no speculation": (4, 10), ours: (5, 8), "adaptive": (2.5, 2), "llama.cpp": (5, 5)}
+    loads = [load(name, by_round[n], n) for n in (0, 1) for name, by_round in seconds.items()]
+    assert "| chat | 0 | 4 | 18 | 16 | 45 (3.00x ±1.00) | 20 (1.30x ±0.30) |" in report.table(loads)
+    assert report.ratio_table(loads).splitlines()[2:] == [
+        "| chat | 0 | 4 | adaptive | 3.00x ±1.00 | 2.25x ±0.25 | llama.cpp |"
     ]
-    assert report.ratios(loads, ("chat", 0.0, 4), "adaptive") == [2.0, 2.0]
-    assert "| chat | 0 | 4 | 18 | 16 | 45 (2.00x ±0.00) | 50 (2.00x) |" in report.table(loads)
-    assert "| chat | 4 | 18 | 50 (2.00x) | 45 (2.00x ±0.00) |" in report.readme_table(loads)
+    alone = [x for x in loads if x.server in ("no speculation", "adaptive")]
+    assert "| adaptive | 3.30x ±1.70 | 3.30x ±1.70 | no speculation |" in report.ratio_table(alone)
+    assert "| adaptive | – | – | – |" in report.ratio_table([load("adaptive", 1)])
     assert "x" not in report.line(loads[1], loads).split("tokens/s")[1]
+    assert report.ratio_table([load(ours, 1)]).count("\n") == 2  # it has no draft
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    [
+        (
+            "model name\t: A 1\nflags\t\t: sse avx2 avx512f\n\n",
+            "A 1 (AVX2 yes, AVX-512 yes, AVX512-BF16 no, AMX no)",
+        ),
+        ("Features\t: fp asimd\n", "of this name"),
+        (None, "of this name"),
+    ],
+)
+def test_a_page_names_its_cpu(text, name, tmp_path, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "of this name")
+    file = tmp_path / "cpuinfo"
+    if text is not None:
+        file.write_text(text)
+    assert describe_cpu(file) == f"{name}, {os.cpu_count()} CPU cores"
 
 
 def test_answers_that_the_target_ended_count_apart():
@@ -242,26 +268,6 @@ def test_acceptance_is_of_all_blocks_and_per_position_of_whole_ones():
         "| chat | 0 | whole blocks | 8 | 2.62 | 2.00 | 0.75 | 0.50 | 0.38 |",
         "| chat | 0 | adaptive | 4 | 1.50 | – | – | – | – |",
         "| edits | 0 | whole blocks | 4 | 1.00 | – | 0.00 | 0.00 | 0.00 |",
-    ]
-
-
-def test_the_readme_has_greedy_speeds_with_and_without_copies():
-    whole = {"accepted": [1, 1]}
-    loads = [
-        load(server, seconds, prompts="edits", temperature=temperature, **more)
-        for temperature in (0.0, 1.0)
-        for server, seconds, more in (
-            ("no speculation", 10, {}),
-            ("whole blocks", 5, whole),
-            ("adaptive", 4, whole),
-            ("whole blocks, copies", 2.5, {"accepted": [1, 0, 0, 1]}),
-            ("adaptive, copies", 2, whole),
-        )
-    ]
-    loads += [load("no speculation", 10), load("whole blocks", 5, accepted=[1])]  # no adaptive server
-    assert report.readme_table(loads).splitlines()[2:] == [
-        "| edits | 4 | 10 | 20 (2.00x) | 25 (2.50x) | 1.50 |",
-        "| edits, copies | 4 | 10 | 40 (4.00x) | 50 (5.00x) | 2.50 |",
     ]
 
 
