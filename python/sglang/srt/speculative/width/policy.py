@@ -69,6 +69,9 @@ def choose_lengths(
     return lengths, float(tokens[row, last]), float(seconds[row, last])
 
 
+# Cycles from one trial of unknown costs to the next, for each request beside the first. One request's cycles
+# may all be trials: they cost little, and what start-up got wrong is found at once.
+_TRIAL_EVERY = 2
 # A decision holds for so many cycles of an unchanged batch, if no copies come and go.
 HOLD = 4
 
@@ -107,7 +110,7 @@ class LengthChooser:
         self.copies = CopyEstimate(self.max_draft_tokens)
         self.num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
         self._held: tuple[Any, Choice] = (), _UNDECIDED  # what the latest choice was for, and that choice
-        self._held_for = self._turn = self.num_probes = 0
+        self._held_for = self._turn = self.num_probes = self._cycles_without_trial = 0
         self._credit = 0.0  # seconds that probes may cost
 
     def choose(
@@ -124,6 +127,7 @@ class LengthChooser:
         """
         has_matches, for_what = bool((matches >= RULE.shortest).any()), (requests.key, caps.tolist())
         self._held_for += cycles
+        self._cycles_without_trial += cycles
         if not has_matches and self._held_for < HOLD and self._held[0] == for_what:
             return self._held[1]
         caps = np.minimum(caps, self.max_draft_tokens)
@@ -168,7 +172,7 @@ class LengthChooser:
         """Return the choice or, to learn what it costs and brings, something else.
 
         The narrowest cycle takes turns with a whole block of one more request, as far as `probe_share` of the
-        time pays. While the costs of one are not known, that one is tried at once.
+        time pays. While the costs of one are not known, that one is tried, more seldom with more requests.
         Requests verify at most `most` drafted tokens. [n]
         """
         n = len(rows)
@@ -179,7 +183,8 @@ class LengthChooser:
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
         kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, wider)]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
-        is_new, is_turn = min(tries) < KNOWN, bool(self.num_probes % 2) or not is_short.any()
+        is_turn = bool(self.num_probes % 2) or not is_short.any()
+        is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)
         if is_new:
             probe = kinds[int(np.argmin(tries))]
         elif is_turn and (choice.lengths > narrowest).any():
@@ -196,6 +201,7 @@ class LengthChooser:
             return choice
         self._credit -= price
         self.num_probes += 1
+        self._cycles_without_trial *= not is_new
         if probe.lengths is wider:
             self._turn = int(rows[(wider > choice.lengths).argmax()]) + 1
         return probe._replace(seconds=seconds)
