@@ -8,6 +8,7 @@ of greedy speculative decoding. Accept lengths include the bonus token.
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -26,6 +27,7 @@ GROUPS = {
     "topic": "chat",
     "turns": "chat",
     "edit": "edit",
+    "chat": "requests",  # of prompts/chats.toml
 }
 
 
@@ -87,7 +89,7 @@ def main() -> None:
                         [drafted_blocks(draft, embedding, tokens, aux, part) for part in anchors]
                     )
                     found = walk(tokens.tolist(), blocks.tolist(), first, last)
-                    steps[GROUPS.get(name.split("-")[0], "other")] += found
+                    steps[GROUPS.get(re.split("[-_]", name)[0], "other")] += found
         report = {kind: summarise(found, draft.config["block_size"]) for kind, found in sorted(steps.items())}
         print(directory.name, json.dumps(report), flush=True)
 

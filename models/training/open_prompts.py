@@ -1,9 +1,8 @@
 """Chat requests for training drafts, made from text under open licences.
 
 Sources: functions and docstrings of the standard library and of the installed packages in `PACKAGES`, the
-language reference that Python ships (`pydoc_data`), descriptions and licences of packages, and the phrases in
-`prompts/phrases.toml`. No evaluation set is read. Whole source files and topics are held out, by a hash of
-their name.
+language reference that Python ships (`pydoc_data`), descriptions and licences of packages, and our phrases in
+`prompts/`. No evaluation set is read. Whole source files and topics are held out, by a hash of their name.
 
     python open_prompts.py OUTPUT_DIR      # writes train.jsonl and heldout.jsonl
 
@@ -29,7 +28,10 @@ from pydoc_data.topics import topics as language_reference
 
 from corpus import SKIPPED_PARTS, is_heldout
 
-PHRASES = tomllib.loads((Path(__file__).parent / "prompts/phrases.toml").read_text())
+PHRASES, CHATS = (
+    tomllib.loads((Path(__file__).parent / "prompts" / name).read_text())
+    for name in ("phrases.toml", "chats.toml")
+)
 # Packages under MIT, BSD, Apache or PSF licences. Absent ones are skipped.
 PACKAGES = (
     "aiohttp attrs click cloudpickle einops fastapi fsspec httpx huggingface_hub Jinja2 jsonschema lark "
@@ -37,7 +39,8 @@ PACKAGES = (
     "sortedcontainers starlette sympy tabulate tomlkit traitlets typer urllib3 virtualenv wcwidth yarl"
 ).split()
 HELDOUT_PER_KIND = 40
-TURNS_PER_TOPIC, NUMBER_PROMPTS = 12, 900
+TURNS_PER_TOPIC, NUMBER_PROMPTS, CHATS_PER_KIND = 12, 900, 3000
+NUMBERS = {"small": (2, 12), "number": (10, 99), "large": (100, 9999), "year": (1750, 2020)}
 
 Prompt = str | list[dict]
 Found = tuple[str, str, Prompt]  # kind, source, prompt
@@ -163,6 +166,36 @@ def topic_prompts(rng: random.Random) -> Iterator[Found]:
         yield "turns", topic, [{"role": "user", "content": content} for content in contents]
 
 
+def filled(rng: random.Random, template: str, topics: list[str]) -> str:
+    """Return a template of `prompts/chats.toml` with all slots filled; the topics in it join `topics`."""
+
+    def choose(slot: re.Match) -> str:
+        name = slot[1]
+        if name in NUMBERS:
+            return str(rng.randint(*NUMBERS[name]))
+        if name == "t":
+            topics.append(rng.choice(PHRASES["topics"]["names"]))
+            return topics[-1]
+        return rng.choice(CHATS["slots"][name].split("|"))
+
+    while "{" in template:
+        template = re.sub(r"\{(\w+)\}", choose, template)
+    return template[0].upper() + template[1:]
+
+
+def chat_prompts(rng: random.Random) -> Iterator[Found]:
+    """Yield requests of all kinds in `prompts/chats.toml`; each fourth has one or two more turns."""
+    requests = dict(CHATS["requests"])
+    follow_ups = requests.pop("follow_up")
+    for kind, templates in requests.items():
+        for number in range(CHATS_PER_KIND):
+            asks = [rng.choice(templates)] + rng.sample(follow_ups, 0 if number % 4 else rng.randint(1, 2))
+            topics: list[str] = []
+            contents = [filled(rng, ask, topics) for ask in asks]
+            source = next(filter(is_heldout, topics), contents[0])
+            yield f"chat_{kind}", source, [{"role": "user", "content": content} for content in contents]
+
+
 def number_and_data_prompts(rng: random.Random) -> Iterator[Found]:
     """Yield arithmetic questions and requests for JSON, tables and the like."""
     arithmetic, data = PHRASES["arithmetic"], PHRASES["data"]
@@ -202,9 +235,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    rng, seen = random.Random(args.seed), set()
+    rng, seen, shares = random.Random(args.seed), set(), PHRASES["shares"]
     found: dict[str, dict[str, list]] = {"train": defaultdict(list), "heldout": defaultdict(list)}
-    makers = (code_prompts, task_prompts, topic_prompts, number_and_data_prompts, text_prompts)
+    makers = (code_prompts, task_prompts, topic_prompts, number_and_data_prompts, text_prompts, chat_prompts)
     for kind, source, prompt in itertools.chain.from_iterable(make(rng) for make in makers):
         key = json.dumps(prompt)
         if key not in seen:
@@ -215,7 +248,7 @@ def main() -> None:
         lines = []
         for kind, prompts in sorted(kinds.items()):
             rng.shuffle(prompts)
-            count = PHRASES["shares"][kind] if part == "train" else HELDOUT_PER_KIND
+            count = shares.get(kind, shares["chat"]) if part == "train" else HELDOUT_PER_KIND
             for prompt in prompts[:count]:
                 body = {"text": prompt} if isinstance(prompt, str) else {"messages": prompt}
                 digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:10]
