@@ -1,4 +1,4 @@
-"""What SGLang keeps of a stream between two chunks, right for chunks of many tokens.
+"""State of a stream between two chunks, right for chunks of many tokens.
 
 SGLang's streams were written for a token a step. A step of DFLASH may end inside a character, and it may hold
 an answer's last words together with its end.

@@ -139,7 +139,7 @@ class LengthChooser:
 
     @property
     def verifies_anchors_alone(self) -> bool:
-        """Whether the latest choice, the one beside a probe, verifies no drafted token."""
+        """Return whether the latest choice, the one beside a probe, verifies no drafted token."""
         return not self._held[1].lengths.any()
 
     def _decide(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
