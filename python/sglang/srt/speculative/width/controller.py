@@ -138,13 +138,14 @@ class AdaptiveLengths:
         self._cycles_since_choice += 1
         for_what, has_matches = (requests.key, caps.tolist()), (matches >= RULE.shortest).any()
         if self._holds_for == for_what and self._cycles_since_choice < HOLD and not has_matches:
+            self.chooser.count_cycle()
             self._count_cycle(1, len(requests.rows))
             return self._anchors_alone
         self._learn_timings()
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         further = num_tokens - len(batch.reqs) * self.chooser.costs.context
-        choice, holds = self._broadcast_choice(requests, further, matches, caps)
+        choice = self._broadcast_choice(requests, further, matches, caps)
         self._cycles_since_choice = 0
         plan = plan_lengths(
             self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
@@ -153,8 +154,7 @@ class AdaptiveLengths:
         work = self.chooser.work(choice, further)
         self._count(plan.verify_len, choice)
         plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
-        # The choice may verify anchors alone while this cycle is a probe.
-        self._holds_for = for_what if holds and plan.verify_len == 1 else ()
+        self._holds_for = for_what if choice.holds else ()
         self._anchors_alone = plan._replace(work=None)
         return plan
 
@@ -203,23 +203,19 @@ class AdaptiveLengths:
 
     def _broadcast_choice(
         self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray
-    ) -> tuple[Choice, bool]:
-        """Return rank 0's choice, and whether its next cycles verify anchors alone.
-
-        Other ranks may choose otherwise, and ranks that disagree hang.
-        """
-        n, holds = len(requests.rows), False
+    ) -> Choice:
+        """Return rank 0's choice. Others may differ, and ranks that disagree hang."""
+        n = len(requests.rows)
         choice = Choice(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool), 0.0, 0.0)
         if self._tp_group.rank_in_group == 0:
-            choice = self.chooser.choose(requests, further, matches, caps, self._cycles_since_choice)
-            holds = self.chooser.verifies_anchors_alone
+            choice = self.chooser.choose(requests, further, matches, caps)
         if self._tp_group.world_size > 1:
-            rows = choice.lengths, choice.copies, np.full(n, holds)
+            rows = choice.lengths, choice.copies, np.full(n, choice.holds)
             sent = torch.from_numpy(np.stack(rows).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            lengths, copies, held = sent.numpy()
-            choice, holds = choice._replace(lengths=lengths, copies=copies > 0), bool(held.all())
-        return choice, holds
+            lengths, copies, holds = sent.numpy()
+            choice = choice._replace(lengths=lengths, copies=copies > 0, holds=bool(holds.all()))
+        return choice
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing."""

@@ -83,6 +83,7 @@ class Choice(NamedTuple):
     copies: np.ndarray  # which requests verify a copy instead. [n] bool
     tokens: float  # committed by the cycle, of all requests
     seconds: float
+    holds: bool = False  # all verify their anchor alone, and may do so in the next cycles
 
 
 _UNDECIDED = Choice(np.zeros(0, dtype=int), np.zeros(0, dtype=bool), 0.0, 0.0)
@@ -113,9 +114,7 @@ class LengthChooser:
         self._held_for = self._turn = self.num_probes = self._cycles_without_trial = 0
         self._credit = 0.0  # seconds that probes may cost
 
-    def choose(
-        self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray, cycles: int = 1
-    ) -> Choice:
+    def choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
         """Return the held choice, a new one, or a probe.
 
         Args:
@@ -123,24 +122,23 @@ class LengthChooser:
             further: committed tokens of all requests beyond those that costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
-            cycles: from the last call to this one.
         """
         has_matches, for_what = bool((matches >= RULE.shortest).any()), (requests.key, caps.tolist())
-        self._held_for += cycles
-        self._cycles_without_trial += cycles
+        self.count_cycle()
         if not has_matches and self._held_for < HOLD and self._held[0] == for_what:
             return self._held[1]
         caps = np.minimum(caps, self.max_draft_tokens)
         choice = self._decide(requests, further, matches, caps)
+        choice = choice._replace(holds=not choice.lengths.any())
         self._held = () if has_matches else for_what, choice
         self._credit += self._probe_share * self._held_for * choice.seconds
         self._held_for = 0
         return self._probe(choice, requests.rows, further, caps)
 
-    @property
-    def verifies_anchors_alone(self) -> bool:
-        """Return whether the latest choice, the one beside a probe, verifies no drafted token."""
-        return not self._held[1].lengths.any()
+    def count_cycle(self) -> None:
+        """Count a cycle, be it chosen or held."""
+        self._held_for += 1
+        self._cycles_without_trial += 1
 
     def _decide(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
         n, modes = len(requests.rows), requests.modes
@@ -181,7 +179,7 @@ class LengthChooser:
         widest = np.where(is_short, most, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        kinds = [choice._replace(lengths=lengths) for lengths in (narrowest, wider)]
+        kinds = [choice._replace(lengths=lengths, holds=False) for lengths in (narrowest, wider)]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
         is_turn = bool(self.num_probes % 2) or not is_short.any()
         is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)
