@@ -154,8 +154,9 @@ class AdaptiveLengths:
         work = self.chooser.work(choice, further)
         self._count(plan.verify_len, choice)
         plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
-        self._holds_for = for_what if choice.holds else ()
-        self._anchors_alone = plan._replace(work=None)
+        self._holds_for = ()
+        if choice.holds:
+            self._holds_for, self._anchors_alone = for_what, plan._replace(work=None)
         return plan
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
