@@ -71,6 +71,7 @@ def go_on(parts: Sequence[Part], figures: Figures, limit: TimeLimit, sizes: Size
     While a part runs, the next server imports.
     """
     said = set(page.ratios(figures.records))
+    figures.planned = names = [name for part in parts for name in part.figures()]
     for number, part in enumerate(parts):
         steps = _missing(part, figures)
         if not steps or part.seconds(steps, _is_held(part)) > limit.left():
@@ -84,13 +85,11 @@ def go_on(parts: Sequence[Part], figures: Figures, limit: TimeLimit, sizes: Size
         except OutOfTime:
             if limit.left() > 0:  # else the next call tries again
                 _fail(part, steps, figures, f"took more than {MOST_OF_ESTIMATE} times its estimate")
-        show(parts, figures)
         for line in page.ratios(figures.records):
             if line not in said:
                 print(line, flush=True)
                 said.add(line)
-    show(parts, figures)
-    names = [name for part in parts for name in part.figures()]
+    show(figures)
     if left := page.parts_of(name for name in names if name not in figures.records):
         print(f"left for the next call: {', '.join(left)}")
         return PARTS_ARE_LEFT
@@ -106,9 +105,8 @@ def hold_next(parts: Sequence[Part], figures: Figures, seconds: float) -> None:
             return
 
 
-def show(parts: Sequence[Part], figures: Figures) -> None:
-    planned = [name for part in parts for name in part.figures()]
-    figures.bring(page.markdown(figures.setting, figures.records, planned))
+def show(figures: Figures) -> None:
+    figures.bring(page.markdown(figures.setting, figures.records, figures.planned))
 
 
 def _missing(part: Part, figures: Figures) -> list[Step]:
@@ -177,7 +175,7 @@ def _fail(part: Part, steps: Sequence[Step], figures: Figures, why: str) -> None
 def _keep(part: Part, step: Step, figures: Figures, outcome: dict, seconds: float) -> None:
     name, command = f"{part.name}/{step.name}", part.spec and part.spec.command()
     problems = figures.keep(name, outcome, seconds, command)
-    figures.bring(page.markdown(figures.setting, figures.records, []))
+    show(figures)
     said = " ".join("; ".join(problems).split())[:SHOWN] or "done"  # the whole of it is in the figure
     print(f"{name}: {said}, {seconds:.1f} s", flush=True)
 

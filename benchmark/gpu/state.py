@@ -28,6 +28,9 @@ class Figures:
         folder: of the figures of all machines. Those of a machine and its versions have a folder in it.
         setting: {"machine", "versions"}, equal for all figures.
         bring: where `figures.tar.xz` and `page.md` are written anew after each figure. None: nowhere.
+
+    Attributes:
+        planned: names of all figures of the run, so that the page lists the missing ones.
     """
 
     def __init__(self, folder: Path, setting: dict, bring: Path | None = None):
@@ -37,6 +40,7 @@ class Figures:
             print(f"{folder} has figures of other machines or versions too: {', '.join(others)}", flush=True)
         write(self.folder / "setting.json", json.dumps(setting, indent=1))
         self._source = source_fingerprint()
+        self.planned: list[str] = []
         found = sorted((self.folder / "figures").rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
         texts = {path: path.read_text() for path in found}
         self.records = {json.loads(text)["name"]: json.loads(text) for text in texts.values()}
