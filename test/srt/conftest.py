@@ -18,7 +18,6 @@ pytest.register_assert_rewrite("support")
 os.environ["HF_HUB_OFFLINE"] = "1"  # without a network, each name that is no folder costs its client 20 s
 
 from support.core_files import CORE  # noqa: E402
-from support.cycle_counts import Recorder  # noqa: E402
 from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # noqa: E402
 
 # Files that take a minute or more, longest first: the workers of `make test` start them in this order.
@@ -57,7 +56,6 @@ class SGLangBlocker(importlib.abc.MetaPathFinder):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core", action="store_true", help="run what needs no SGLang, and block its import")
-    parser.addoption("--record-cycles", type=Path, help="append each test's cycles (support/cycle_counts.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -66,8 +64,6 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("long" if config.option.markexpr == "long" else "short")
     if config.option.core:
         sys.meta_path.insert(0, SGLangBlocker())
-    if config.option.record_cycles:
-        config.pluginmanager.register(Recorder(config.option.record_cycles))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

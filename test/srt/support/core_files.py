@@ -6,7 +6,6 @@ CORE = (
     "test_bench.py",
     "test_block_conv.py",
     "test_cpu_runtime.py",
-    "test_cycle_counts.py",
     "test_draft_attention.py",
     "test_fetch_smollm2.py",
     "test_flashinfer_plans.py",

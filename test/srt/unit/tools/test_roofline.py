@@ -14,14 +14,6 @@ def test_roofline_page_shows_what_the_program_computes():
     for title, table in roofline.tables().items():
         assert f"## {title}\n" in page
         assert table in page, f"{title} is out of date: run python benchmark/roofline.py"
-    prose = " ".join(page.split())
-    head = 2 * roofline.head_parameters(QWEN3_8B.target)
-    target, draft = (2 * roofline.layer_parameters(model) for model in (QWEN3_8B.target, QWEN3_8B.draft))
-    weights = f"{(target + head) / 1e9:.1f} GB of the target's, of which {head / 1e9:.1f} GB is the head"
-    assert weights in prose and f"{draft / 1e9:.1f} GB of the draft's" in prose
-    ridges = [f"{gpu.flops / gpu.bandwidth:.0f}" for gpu in (roofline.H200, roofline.H100)]
-    assert f"They meet at {' and '.join(ridges)} FLOP per byte" in prose
-    assert f"in all draft layers, {roofline.kv_bytes(QWEN3_8B.draft)}." in prose
 
 
 def test_roofline_counts_the_small_kernels_tensors():
