@@ -28,6 +28,7 @@ from support.parity import assert_same
 from support.rehearsal.compare import (
     CHANGING,
     CONCURRENCY,
+    MOST_OPERATIONS,
     NO_CACHE,
     Expected,
     acceptance,
@@ -104,9 +105,10 @@ def test_trtllm_mha(draft, expected):
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_the_built_in_worker(backend, expected):
-    """Count the launches of SGLang's built-in worker the same way, for comparison."""
+    """SGLang's built-in worker drafts the same tokens. Its steps run more operations than ours."""
     with expected.rehearsed(Scene(backend, is_built_in=True), DRAFT) as played:
-        assert_launches(played, f"built-in/{backend}-dflash")
+        fewest = min(sum(operations.values()) for operations in played.operations())
+        assert fewest > MOST_OPERATIONS[f"{backend}-dflash"]
 
 
 def test_a_server_that_falls_back(reference, tmp_path):

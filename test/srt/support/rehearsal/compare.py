@@ -2,14 +2,12 @@
 
 import contextlib
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serving import dflash_arguments, heldout_prompts
 from support.parity import assert_same
-from support.rehearsal.launch_table import LISTS, shown, summary
 from support.rehearsal.play import ARGUMENTS, Rehearsal, rehearse
 from support.rehearsal.stage import Scene
 from support.servers import Reference, Servers
@@ -22,7 +20,15 @@ from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
 NO_CACHE = "--disable-radix-cache"
 CONCURRENCY = 3  # with graphs for 1, 2 and 4 requests: most batches are padded
 CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
-UPDATE = "REHEARSAL_UPDATE"  # set it to write the lists instead of comparing with them
+# Operations of a greedy step of whole blocks, those of its graphs as one: benchmark/results/launches.md.
+MOST_OPERATIONS = {
+    "flashinfer-dflash": 51,
+    "flashinfer-peagle": 87,
+    "flashinfer-bounds-dflash": 29,
+    "flashinfer-bounds-peagle": 77,
+    "fa3-dflash": 24,
+    "fa3-peagle": 29,
+}
 
 
 def greedy_requests(count: int = 5, tokens: int = 32, **sampling) -> list[dict]:
@@ -130,27 +136,10 @@ class Expected:
 
 
 def assert_launches(played: Rehearsal, name: str) -> None:
-    """Assert that every greedy step launched exactly what `launch_lists/NAME.txt` lists.
-
-    The lists are those of the newest supported SGLang. On another one only what we call is compared.
-    """
-    is_newest = installed_version() == SUPPORTED[-1]
-    path, found = LISTS / f"{name}.txt", played.operations()
+    """Assert that no greedy step ran more operations than MOST_OPERATIONS, those of the newest SGLang."""
+    found = played.operations()
     assert found, "no decode step was seen"
-    if UPDATE in os.environ:
-        assert is_newest, f"the lists are those of SGLang {SUPPORTED[-1]}"
-        [operations] = found
-        path.write_text("\n".join(summary(operations)) + "\n")
-    wanted = set(path.read_text().splitlines())
-    for operations in found:
-        differing = {
-            line for line in wanted ^ set(summary(operations)) if is_newest or line.split(" ")[1] == "ours"
-        }
-        names = {line.split(" ", 1)[1] for line in differing}
-        called = [f"{n} {operation}" for operation, n in operations.items() if shown(operation) in names]
-        assert not differing, (
-            f"{path.name} has\n  "
-            + "\n  ".join(sorted(differing & wanted))
-            + "\nand a step launched\n  "
-            + "\n  ".join(called)
-        )
+    if installed_version() == SUPPORTED[-1]:
+        for operations in found:
+            called = "\n".join(f"{count} {operation}" for operation, count in operations.items())
+            assert sum(operations.values()) <= MOST_OPERATIONS[name], called

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from serving import ROOT
-from support.rehearsal import launch_table
 from support.rehearsal.attention import attend, merge
 from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kernel
 from support.rehearsal.prefill_graphs import Segment
@@ -124,16 +122,6 @@ def test_two_parts_of_the_keys_merge_to_the_whole():
     want, want_lse = attend(q, keys, values, **options)
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-
-
-@pytest.mark.parametrize("path", sorted(launch_table.LISTS.glob("*.txt")), ids=lambda path: path.stem)
-def test_a_greedy_step_launches_little(path):
-    counts = launch_table.counts_of(path)
-    assert counts["graph"] == 2 and 0 < counts["launch"] <= launch_table.MOST_LAUNCHES
-
-
-def test_the_page_of_launches_shows_the_lists():
-    assert launch_table.table() in (ROOT / "benchmark" / "results" / "launches.md").read_text()
 
 
 def test_a_graph_with_a_break():
