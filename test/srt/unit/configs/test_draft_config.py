@@ -1,6 +1,6 @@
 """A draft's config.json: valid fields, and named errors.
 
-test_corrupted_checkpoints.py has missing fields, values of a wrong type, and arbitrary ones.
+test_corrupted_checkpoints.py has missing fields, values of a wrong type, and the faults of support/faults.py.
 """
 
 import itertools
@@ -116,12 +116,8 @@ def test_fields_may_be_nested_or_at_the_top():
 @pytest.mark.parametrize(
     "nested, words",
     [
-        ({"mask_token_id": 100}, ["mask_token_id", "100", "vocabulary"]),
-        ({"mask_token_id": -1}, ["mask_token_id", "-1", "vocabulary"]),
-        ({"target_layer_ids": []}, ["target_layer_ids", "empty"]),
         ({"target_layer_ids": [1, 2.0]}, ["target_layer_ids.1", "integer", "2.0"]),
         ({"target_layer_ids": [-1, 2]}, ["target_layer_ids", "-1", "negative"]),
-        ({"target_layer_ids": [5, 5]}, ["target_layer_ids", "repeats"]),
         ({"is_causal": 1}, ["is_causal"]),
         ({"use_swa": True}, ["sliding_window", "missing", "swa_window_size"]),
         ({"use_swa": True, "swa_window_size": 0}, ["sliding_window", "0"]),
@@ -131,7 +127,6 @@ def test_fields_may_be_nested_or_at_the_top():
         ({"final_logit_softcapping": float("inf")}, ["final_logit_softcapping", "inf"]),
         ({"hc_mult": 0}, ["hc_mult", "0"]),
         # Fields that make it another model, in the places that SGLang and other engines read.
-        ({"projector_type": "domino"}, ["dflash_config.projector_type", "Domino"]),
         ({"attention_mode": "mla"}, ["dflash_config.attention_mode", "mla"]),
         ({"selector_rank": 64}, ["dflash_config.selector_rank"]),
         ({"selector_top_k": 8}, ["dflash_config.selector_top_k"]),
@@ -160,7 +155,6 @@ def test_what_dflash_config_may_not_say(nested, words):
         ({"num_target_layers": 5, "num_hidden_layers": 4, "dflash_config": {}}, ["must be without repeats"]),
         ({"layer_types": ["full_attention"]}, ["layer_types", "3"]),
         ({"layer_types": "full_attention"}, ["layer_types"]),
-        ({"layer_types": ["full_attention"] * 2 + ["linear"]}, ["layer_types", "linear"]),
         ({**SLIDING, "sliding_window": None}, ["sliding_window", "missing"]),
         ({**SLIDING, "sliding_window": 0}, ["sliding_window", "0"]),
         # SGLang's RadixAttention takes the 0 tokens before the query for "no window".
@@ -300,14 +294,6 @@ def test_several_streams():
     for one, other in ((draft, target()), (parse(), target(hc_mult=4))):
         with pytest.raises(DraftConfigError, match="hc_mult"):
             check_draft_fits_target(one, other, "some/draft")
-
-
-def test_several_problems_are_named_at_once():
-    problems = problems_of(
-        {"block_size": -1, "hidden_size": -3}, {"mask_token_id": 1000, "target_layer_ids": [1, 1]}
-    )
-    for field in ("block_size", "hidden_size", "mask_token_id", "target_layer_ids"):
-        assert any(field in problem for problem in problems), field
 
 
 def target(**changes) -> SimpleNamespace:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
 from support.drafts import make_draft, read_config
+from support.faults import FAULTS, without
 from support.packed_drafts import write_packed
 from training import quantization_cost
 
@@ -44,24 +45,6 @@ def make_target(folder: Path, **changes) -> Path:
     return folder
 
 
-def without(name: str):
-    return lambda tensors: {other: tensor for other, tensor in tensors.items() if other != name}
-
-
-def quantised(tensors):
-    name = "layers.1.mlp.up_proj.weight"
-    return tensors | {
-        name: tensors[name].mul(100).to(torch.int8),
-        "layers.1.mlp.up_proj.weight_scale": torch.ones(1),
-    }
-
-
-def cut(tensors):
-    return tensors | {
-        "layers.1.mlp.down_proj.weight": tensors["layers.1.mlp.down_proj.weight"][:-3].contiguous()
-    }
-
-
 def shuffled_d2t(tensors):
     """Shuffle the ids: each is still in the target's vocabulary, none at its old place."""
     count = tensors["d2t"].numel()
@@ -69,16 +52,10 @@ def shuffled_d2t(tensors):
     return tensors | {"d2t": ids - torch.arange(count)}
 
 
-def absolute_d2t(tensors):
-    return tensors | {"d2t": torch.arange(tensors["d2t"].numel()) + tensors["d2t"]}
-
-
 # fault -> (how the checkpoint differs from a bundled one, the words of the doctor)
 BROKEN = {
-    "layer ids one too high": (
-        dict(dflash_config={"target_layer_ids": [2, 5, 8, 11]}),
-        r"name the last layer.*subtract one from each",
-    ),
+    **{name: FAULTS[name] for name in ("hidden size", "a tensor missing", "a map of target ids")},
+    "layer ids one too high": (FAULTS["id of the last layer"][0], "subtract one from each"),
     "mask token": (
         dict(dflash_config={"mask_token_id": 300}),
         r"mask_token_id 300 is an ordinary piece of text.*<\|mask\|> is 3",
@@ -91,24 +68,6 @@ BROKEN = {
     "d2t out of order, without t2d": (
         dict(weights=lambda t: without("t2d")(shuffled_d2t(t)), base=PEAGLE_DRAFT),
         r"rows of the draft's head are not those of the target's tokens that d2t maps them to",
-    ),
-    "d2t as target ids": (
-        dict(weights=absolute_d2t, base=PEAGLE_DRAFT),
-        r"d2t points outside.*look like target ids, where offsets",
-    ),
-    "a tensor too small": (dict(weights=cut), r"down_proj.weight is \(253, 512\), expected \(256, 512\)"),
-    "another hidden size": (dict(hidden_size=512), r"hidden_size is 512, but the target's.* is 256"),
-    "a missing norm": (
-        dict(weights=without("hidden_norm.weight")),
-        r"tensor hidden_norm.weight: missing",
-    ),
-    "a quantised draft": (
-        dict(weights=quantised),
-        r"tensor layers.1.mlp.up_proj.weight_scale \(F32\): the config names no quantization for it",
-    ),
-    "a quantised draft of another library": (
-        dict(quantization_config={"quant_method": "awq"}),
-        r"quantization_config: quant_method 'awq' is not served",
     ),
     "another depth": (dict(num_target_layers=36), r"num_target_layers is 36, but"),
     "another end of text": (dict(eos_token_id=9), r"eos_token_id is 9 in the draft and 0 in"),

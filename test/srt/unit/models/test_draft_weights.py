@@ -10,19 +10,8 @@ from support.engine import build, read_config
 
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
-PARTS = (
-    "fc",
-    "hidden_norm",
-    "norm",
-    "layers.1.self_attn.k_norm",
-    "layers.0.self_attn.o_proj",
-    "layers.1.mlp.down_proj",
-)
-FUSED_PARTS = (
-    *(f"layers.0.self_attn.{p}_proj" for p in "qkv"),
-    "layers.1.mlp.gate_proj",
-    "layers.1.mlp.up_proj",
-)
+# A plain linear layer, a norm, and a part of a fused layer.
+PARTS = ("fc", "layers.1.self_attn.k_norm", "layers.1.mlp.up_proj")
 
 
 def load(config, weights: dict) -> DFlashDraftModel:
@@ -50,7 +39,7 @@ def test_layers_in_another_order(plain, tmp_path):
     assert torch.equal(found, wanted) and not torch.equal(moved["fc.weight"], wanted)
 
 
-@pytest.mark.parametrize("part", PARTS + FUSED_PARTS)
+@pytest.mark.parametrize("part", PARTS)
 def test_a_missing_tensor_is_named(part, plain):
     config, weights = plain
     del weights[f"{part}.weight"]
@@ -119,7 +108,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS + FUSED_PARTS)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_tensor_of_another_shape_is_named(part, how, plain):
     config, weights = plain
@@ -140,16 +129,6 @@ def test_a_width_that_sglang_rounds_up_on_a_cpu(tmp_path):
     weights["layers.1.mlp.up_proj.weight"] = weights["layers.1.mlp.up_proj.weight"][:-1]
     with pytest.raises(ValueError, match="layers.1.mlp.up_proj.weight"):
         load(read_config(BASE | width, tmp_path), weights)
-
-
-def test_all_problems_are_named_at_once(plain):
-    config, weights = plain
-    del weights["fc.weight"]
-    weights["norm.weight"] = torch.zeros(3)
-    weights["surprise"] = torch.zeros(3)
-    with pytest.raises(ValueError) as caught:
-        load(config, weights)
-    assert all(name in str(caught.value) for name in ("fc.weight", "norm.weight", "surprise"))
 
 
 @pytest.mark.parametrize("moved", [0, 2])
