@@ -13,7 +13,7 @@ import pytest
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments
 from support.drafts import make_draft, read_config
 from support.faults import FAULTS, write_fault
-from support.servers import Ended, run_to_end
+from support.servers import Ended, patched, run_to_end
 from transformers import Lfm2Config
 
 from sglang_dflash.srt.environ import DFlashOptions
@@ -135,6 +135,27 @@ def test_two_simulations_of_acceptance_end_the_start():
     both = {"SGLANG_SIMULATE_ACC_LEN": "3.5", DFlashOptions.SIMULATE_ACC_LENS.variable: "4,2"}
     message = refusal([*MODEL, *dflash_arguments()], environment=both)
     assert all(f"{name} " in message for name in both)
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        (
+            "another_sglang",
+            "does not fit SGLang 0.5.99. sglang.srt.server_args.ServerArgs.add_cli_args takes",
+        ),
+        ("failing_activation", "KeyError: 'a registry that another plugin has closed'"),
+    ],
+)
+def test_dflash_does_not_start_without_an_activated_plugin(fault, words):
+    """SGLang's loader would go on without us. test_fallback_processes.py starts a server without DFLASH."""
+    command = "-m", "sglang.launch_server", *MODEL, *dflash_arguments()
+    ended = run_to_end(*command, environment=patched(fault), timeout=120)
+    assert ended.code not in (0, -9), f"the server started, or hung:\n{ended.output[-3000:]}"
+    warning, error = [line for line in ended.output.splitlines() if "is off, because" in line]
+    assert "Servers without DFLASH start as ever." in warning
+    assert error.startswith("Error: sglang-dflash ") and words in error
+    assert "Traceback" not in ended.output
 
 
 @pytest.mark.skipif(not runtime.needs_stand_in(), reason="CUDA serves them")

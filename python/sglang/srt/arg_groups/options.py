@@ -6,7 +6,6 @@ one, else an option of `DFlashOptions`.
 
 import argparse
 import functools
-import inspect
 import logging
 import os
 from typing import Any
@@ -76,13 +75,16 @@ def adding_flags() -> staticmethod:
     """Return SGLang's `ServerArgs.add_cli_args`, extended by our flags."""
     from sglang.srt.server_args import ServerArgs
 
-    original = inspect.unwrap(ServerArgs.add_cli_args)
+    original = ServerArgs.add_cli_args  # another plugin's wrapper stays
+    if getattr(original, "has_our_flags", False):  # a second server in this process
+        return staticmethod(original)
 
     @functools.wraps(original)
     def add_cli_args(parser):
         original(parser)
         add_flags(parser)
 
+    add_cli_args.has_our_flags = True  # type: ignore[attr-defined]
     return staticmethod(add_cli_args)
 
 

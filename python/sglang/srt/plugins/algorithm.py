@@ -13,6 +13,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import patch, patches
+from sglang_dflash.srt.plugins.refusals import check_activation
 
 # SGLang reserves the name DFLASH, so our algorithm has another name in the registry.
 NAME = "SGLANG_DFLASH"
@@ -131,6 +132,7 @@ def prepare_scheduler() -> type:
     from sglang_dflash.srt.observability.server_info import check_ranks_run_ours
 
     check_ranks_run_ours()
+    check_activation()
     try:
         patch.install(patches.AT_WORKER)
     except patch.Mismatch as mismatch:

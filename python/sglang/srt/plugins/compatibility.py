@@ -15,7 +15,7 @@ from sglang_dflash import __version__
 from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
 from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import patch, patches
-from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version, is_main_process
+from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +66,3 @@ def leave_to_sglang(server_args: Any) -> bool:
         what = f"SGLang {installed_version()}, which sglang-dflash {__version__} does not fit"
         fall_back_on_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
     return True
-
-
-def switch_off(error: Exception) -> None:
-    """Log why the plugin is not installed."""
-    if not is_main_process():  # the main process has logged it
-        logger.debug("sglang-dflash is off", exc_info=error)
-        return
-    reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
-    logger.error(
-        "sglang-dflash %s is off, because it does not fit SGLang %s. SGLang serves without it. %s. %s",
-        __version__,
-        installed_version(),
-        reason.rstrip("."),
-        HELP,
-    )

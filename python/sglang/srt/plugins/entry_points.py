@@ -4,19 +4,14 @@ Both entry points are named `dflash`, so SGLANG_PLUGINS switches both. SGLang im
 `import sglang`, so each function imports what it needs when it is called.
 """
 
-import contextlib
 import logging
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.plugins.refusals import STEPS, fail_activation, refusing
 
-logger = logging.getLogger(__name__)
-
-# Steps of SGLang's argument pipeline that are wrapped, and more of them on a CPU.
-STEPS = ("handle_deprecated_dp_attention", "handle_speculative_decoding")
+# Further steps of SGLang's argument pipeline that are wrapped on a CPU.
 CPU_STEPS = ("handle_cpu_backends", "handle_model_specific_adjustments")
 
 
@@ -32,16 +27,14 @@ def prepare_platform() -> None:
 def install() -> None:
     """Install the plugin: runs in the main process and again in every child.
 
-    SGLang calls it as group `sglang.srt.plugins`. If DFLASH cannot be served with this SGLang, SGLang serves
-    as if the plugin were not installed, and one line says so. A server that never requested DFLASH goes on.
+    SGLang calls it as group `sglang.srt.plugins`. If it fails, a server that asks for DFLASH ends with the
+    reason. Other servers start without the plugin, after one warning.
     """
     try:
         patch_at_load()
         register_at_load()
     except Exception as error:
-        from sglang_dflash.srt.plugins.compatibility import switch_off
-
-        switch_off(error)
+        fail_activation(error)
 
 
 def patch_at_load() -> None:
@@ -76,28 +69,6 @@ def register_at_load() -> None:
         register_model_config_parser("hf")(DraftConfigParser)
     finally:
         registry_logger.disabled = False
-
-
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Let a command that is refused end with the message alone.
-
-    A caller in Python, as with `sglang.Engine`, gets the exception. Its traceback is logged at level debug.
-    """
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        logger.debug("A start is refused.", exc_info=True)
-        refusal, otherwise = error, sys.excepthook
-
-        def report(kind: Any, error: Any, trace: Any) -> None:
-            if error is refusal:
-                print(f"Error: {error}", file=sys.stderr)
-            else:
-                otherwise(kind, error, trace)
-
-        sys.excepthook = report
-        raise
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:

@@ -167,6 +167,15 @@ def another_sglang(module) -> None:
     )
 
 
+def failing_activation(module) -> None:
+    """Let our part of SGLang's registries fail, after our patches at load."""
+
+    def fail():
+        raise KeyError("a registry that another plugin has closed")
+
+    module.register = fail
+
+
 def setting(name: str, value):
     """Return a patch that sets a name of a module."""
     return lambda module: setattr(module, name, value)
@@ -201,8 +210,9 @@ PATCHES = {
     },
     "another_sglang": {
         "sglang_dflash.srt.plugins.patches": another_sglang,
-        "sglang_dflash.srt.plugins.compatibility": setting("installed_version", lambda: "0.5.99"),
+        "sglang_dflash.srt.plugins.refusals": setting("installed_version", lambda: "0.5.99"),
     },
+    "failing_activation": {"sglang_dflash.srt.plugins.algorithm": failing_activation},
     "lora_on_cpu": {
         "sglang.srt.lora.backend.torch_backend": lora_on_cpu,
         "sglang.srt.lora.layers": lora_on_cpu,

@@ -3,6 +3,7 @@
 Each entry must fit the installed SGLang. A mismatch must leave the server to SGLang, whole.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -22,7 +23,7 @@ from support.servers import run_to_end
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.server_info import Implementation
-from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches
+from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches, refusals
 from sglang_dflash.srt.plugins.patch import Patch
 
 PATCHES = tuple(entry for table in patches.TABLES.values() for entry in table)
@@ -305,20 +306,58 @@ def test_names_imported_before_the_plugin_are_replaced_too():
         )
 
 
-def test_a_mismatch_leaves_the_server_to_sglang(holder, monkeypatch, caplog):
-    """SGLang goes on without any of our patches, and one line says why."""
-    monkeypatch.setattr(patches, "AT_LOAD", (patch_of("one"), BROKEN))
+@pytest.fixture
+def steps(monkeypatch) -> dict:
+    """SGLang's argument steps, without a wrapper; the plugin has not failed yet."""
+    from sglang.srt.arg_groups import resolution_hooks
+
+    steps: dict = {}
+    monkeypatch.setattr(resolution_hooks, "_HOOKS", steps)
+    monkeypatch.setattr(refusals, "_failures", [])
+    return steps
+
+
+def run_step(steps: dict, name: str, algorithm: str | None) -> None:
+    """Run the outermost wrapper of a step; SGLang's own part ends the test."""
+    steps[name][-1](SimpleNamespace(speculative_algorithm=algorithm), lambda args: None)
+
+
+@pytest.mark.parametrize(
+    "table, words",
+    [((BROKEN,), f"{EXAMPLE.target} takes {EXAMPLE.signature}, expected (nothing)"), (None, "TypeError: ")],
+)
+def test_a_failed_activation_ends_dflash_alone(table, words, steps, monkeypatch, caplog):
+    """None of our patches is made. One warning says why, and so do a refusal and a scheduler."""
+    monkeypatch.setattr(patches, "AT_LOAD", table)
     entry_points.install()
-    assert holder.one == "stock"
-    [line] = [entry.getMessage() for entry in caplog.records]
-    assert "is off" in line and f"{EXAMPLE.target} takes {EXAMPLE.signature}, expected (nothing)" in line
+    [record] = caplog.records
+    assert record.levelname == "WARNING" and "is off" in record.getMessage() and words in record.getMessage()
+    for name in refusals.STEPS:
+        run_step(steps, name, None)
+        run_step(steps, name, "EAGLE")
+        for algorithm_name in ("DFLASH", "dflash", "PEAGLE"):
+            with pytest.raises(ValueError, match="is off, because") as refused:
+                run_step(steps, name, algorithm_name)
+            assert words in str(refused.value)
+    with pytest.raises(ValueError, match="is off, because"):
+        algorithm.prepare_scheduler()
 
 
-def test_any_other_failure_leaves_the_server_to_sglang(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "words, ends",
+    [
+        (["--speculative-algorithm", "DFLASH"], True),
+        (["--speculative-algorithm=dflash"], True),
+        (["--model-path", "models/DFLASH-target", "--speculative-algorithm", "EAGLE"], False),
+    ],
+)
+def test_without_argument_steps_the_command_line_decides(words, ends, steps, monkeypatch):
+    """SystemExit passes SGLang's loader, which catches every Exception."""
+    monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.resolution_hooks", None)
     monkeypatch.setattr(patches, "AT_LOAD", None)
-    entry_points.install()
-    [line] = [entry.getMessage() for entry in caplog.records]
-    assert "is off" in line and "TypeError: " in line
+    monkeypatch.setattr(sys, "argv", ["launch_server", *words])
+    with pytest.raises(SystemExit, match="is off, because") if ends else contextlib.nullcontext():
+        entry_points.install()
 
 
 def test_a_wrapper_of_another_plugin_stays(monkeypatch):
