@@ -95,7 +95,11 @@ class Pair:
     def _runner(self, model, rank: int):
         runner = SimpleNamespace(model=model)
         runner.model_config = SimpleNamespace(
-            model_path="before", revision=None, dtype=torch.float32, quantization=None, hf_config=model.config
+            model_path=str(TARGET),
+            revision=None,
+            dtype=torch.float32,
+            quantization=None,
+            hf_config=model.config,
         )
         runner.weight_updater = WeightUpdater(
             tp_rank=rank,
@@ -122,40 +126,35 @@ class Pair:
         if way == "distributed":
             answer = self.send_received(tensors, selector)
         else:
-            sent = self.send_payloads([serialized(tensors, way)], selector, way)
-            answer = sent.success, sent.message
+            answer = self.send_payloads([serialized(tensors, way)], selector, way)
         assert self.end().success
         return answer
 
-    def send_payloads(self, payloads: list[bytes], selector: str = "all", way: str = "tensors"):
+    def send_payloads(
+        self, payloads: list[bytes], selector: str = "all", way: str = "tensors"
+    ) -> tuple[bool, str]:
         """Send serialized tensors, one payload for each rank, in an open session."""
-        return self.requests.update_weights_from_tensor(
-            io_struct.UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=payloads,
-                load_format={"tensors": None, "bucket": "flattened_bucket"}.get(way, way),
-                selector=selector,
-            )
+        load_format = {"tensors": None, "bucket": "flattened_bucket"}.get(way, way)
+        request = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=load_format, selector=selector
         )
+        answer = self.requests.update_weights_from_tensor(request)
+        return answer.success, answer.message
 
     def send_received(self, tensors: Tensors, selector: str = "all") -> tuple[bool, str]:
         """Send tensors through a process group, in an open session."""
         self.runners[0].weight_updater._model_update_group["group"] = None
-        waiting = list(tensors.values())
-
-        def broadcast(tensor, **_):
-            tensor.copy_(waiting.pop(0))
-            return MagicMock()
-
+        waiting = iter(tensors.values())
+        request = io_struct.UpdateWeightsFromDistributedReqInput(
+            names=list(tensors),
+            dtypes=[str(one.dtype).removeprefix("torch.") for one in tensors.values()],
+            shapes=[list(one.shape) for one in tensors.values()],
+            group_name="group",
+            selector=selector,
+        )
+        broadcast = MagicMock(side_effect=lambda tensor, **_: [tensor.copy_(next(waiting)), MagicMock()][1])
         with patch.object(torch.distributed, "broadcast", broadcast):
-            answer = self.requests.update_weights_from_distributed(
-                io_struct.UpdateWeightsFromDistributedReqInput(
-                    names=list(tensors),
-                    dtypes=[str(one.dtype).removeprefix("torch.") for one in tensors.values()],
-                    shapes=[list(one.shape) for one in tensors.values()],
-                    group_name="group",
-                    selector=selector,
-                )
-            )
+            answer = self.requests.update_weights_from_distributed(request)
         return answer.success, answer.message
 
     def load(self, checkpoint: Path) -> tuple[bool, str]:
@@ -183,40 +182,32 @@ def run_rank(rank: int, folder: Path) -> None:
     updater = pair.runners[0].weight_updater
     good = {"model.norm.weight": torch.full((256,), 2.0)}
     payload, short = serialized(good), serialized({"model.norm.weight": torch.zeros(3)})
-    load, loads = updater._load_weights, []
-
-    def send(*payloads: bytes, way: str = "tensors") -> tuple[bool, str]:
-        answer = pair.send_payloads(list(payloads), way=way)
-        return answer.success, answer.message
+    load, receive = updater._load_weights, WeightUpdater.receive_weights_from_distributed
 
     def fail(*_, **__):
         raise OSError("lost")
 
     def fail_late(weights):
-        loads.append(load(weights))
-        if rank == 1 and len(loads) > 1:
-            fail()
+        load(weights)
+        return fail() if rank == 1 else None
 
-    def note(case: str, update, *arguments, **options) -> None:
+    def note(case: str, update, *arguments) -> None:
         before = state(pair.target)
-        done, message = update(*arguments, **options)
+        done, message = update(*arguments)
         after = state(pair.target)
         answers[case] = done, message, any(not torch.equal(after[name], one) for name, one in before.items())
 
     assert pair.begin().success
-    note("an unreadable payload", send, payload, b"no pickle")
-    note("no payload", send, payload)
-    note("another shape", send, payload, short)
-    note("another shape, direct", send, payload, short, way="direct")
-    ways = WeightUpdater.receive_weights_from_distributed, WeightUpdater.update_weights_from_disk
-    if rank == 1:
-        WeightUpdater.receive_weights_from_distributed = WeightUpdater.update_weights_from_disk = fail
-    note("no tensors of the group", lambda: pair.send_received(good))
-    note("no file", pair.load, TARGET)
-    WeightUpdater.receive_weights_from_distributed, WeightUpdater.update_weights_from_disk = ways
+    note("an unreadable payload", pair.send_payloads, [payload, b"no pickle"])
+    note("no payload", pair.send_payloads, [payload])
+    note("another shape", pair.send_payloads, [payload, short])
+    note("another shape, direct", pair.send_payloads, [payload, short], "all", "direct")
+    with patch.object(WeightUpdater, "receive_weights_from_distributed", fail if rank == 1 else receive):
+        note("no tensors of the group", pair.send_received, good)
     updater._load_weights = fail_late
-    note("in the copies", send, payload, payload)
+    note("in the copies", pair.send_payloads, [payload, payload])
+    note("in the copies of a file", pair.load, TARGET)
     updater._load_weights = load
-    note("none", send, *[serialized({"model.norm.weight": torch.full((256,), 3.0)})] * get_parallel().tp_size)
+    note("none", pair.send_payloads, [serialized({"model.norm.weight": torch.full((256,), 3.0)})] * 2)
     assert pair.end().success
     (folder / f"updates-{rank}.json").write_text(json.dumps(answers))

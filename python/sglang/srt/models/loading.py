@@ -15,6 +15,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_dflash.srt.configs.checkpoint import Stored
 from sglang_dflash.srt.configs.draft_tensors import (
+    Unpacked,
     canonical_name,
     d2t_problems,
     examine_tensors,
@@ -27,6 +28,27 @@ from sglang_dflash.srt.models.quantized_linear import SHARDS, RowCheck, row_chec
 logger = logging.getLogger(__name__)
 
 
+def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[Any, Unpacked]:
+    """Raise ValueError with all problems of a checkpoint, or of a weight update.
+
+    Returns:
+        The config with the file's sizes, and the tensors as a dense checkpoint would have them.
+    """
+    config = copy.copy(model.config)  # as the file has it: on a CPU SGLang rounds up the width of the MLP
+    config.intermediate_size = getattr(config, "original_intermediate_size", config.intermediate_size)
+    stored = ((name, Stored.from_tensor(tensor)) for name, tensor in named)
+    found = examine_tensors(config, model.draft, stored, is_update=model.takes_parts)
+    # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
+    problems = found.problems or _late_modules(model, found.shapes)
+    if model.was_loaded and not problems:
+        problems = [f"{name}: this draft has no such tensor" for name in found.unknown]
+    if not problems and "d2t" in found.maps:
+        problems = d2t_problems(found.maps["d2t"], model.draft)
+    if problems:
+        raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
+    return config, found
+
+
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Load a checkpoint, or raise ValueError with all problems; return parameter names.
 
@@ -35,19 +57,9 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     """
     named = list(weights)
     tensors = {canonical_name(name): tensor for name, tensor in named}
-    config = copy.copy(model.config)  # as the file has it: on a CPU SGLang rounds up the width of the MLP
-    config.intermediate_size = getattr(config, "original_intermediate_size", config.intermediate_size)
+    config, found = check_checkpoint(model, named)
     missing_width = model.config.intermediate_size - config.intermediate_size
-    stored = ((name, Stored.from_tensor(tensor)) for name, tensor in named)
-    found = examine_tensors(config, model.draft, stored, is_update=model.takes_parts)
-    # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
-    problems = found.problems or _late_modules(model, found.shapes)
-    if model.was_loaded and not problems:
-        problems = [f"{name}: this draft has no such tensor" for name in found.unknown]
-    if not problems:
-        problems = _take_vocabulary_mapping(model, found.maps.get("d2t"))
-    if problems:
-        raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
+    _take_vocabulary_mapping(model, found.maps.get("d2t"))
     if found.unknown:
         logger.warning(
             "DFLASH draft: tensors that are not read: %s. If the draft was trained with them, few drafted "
@@ -109,14 +121,12 @@ def _padded(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:
     return F.pad(tensor, (0, missing) if name.endswith("down_proj.weight") else (0, 0, 0, missing))
 
 
-def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> list[str]:
-    """Keep `d2t`, the offsets from draft ids to target ids. Returns its problems."""
-    problems = [] if d2t is None else d2t_problems(d2t, model.draft)
-    if d2t is not None and not problems and model.draft.has_own_vocabulary:
+def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> None:
+    """Keep `d2t`, the offsets from draft ids to target ids."""
+    if d2t is not None and model.draft.has_own_vocabulary:
         if model.d2t is None:
             model.d2t = torch.empty_like(d2t, device=model.norm.weight.device, dtype=torch.int64)
         model.d2t.copy_(d2t)  # in place: CUDA graphs read it
-    return problems
 
 
 def _late_modules(model, names: Iterable[str]) -> list[str]:

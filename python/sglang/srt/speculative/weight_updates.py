@@ -1,16 +1,16 @@
 """Weight updates at run time: from disk, tensors, a process group or IPC.
 
 SGLang hands an update to the target and then to the draft. What fits one does not fit the other, and an error
-would end the scheduler or leave half an update behind. Here each model takes its own tensors. An update is
-first tried without writing, on all ranks. If a rank fails, all answer with its error and the old weights
-stay.
+would end the scheduler or leave half an update behind. Here each model takes its own tensors. Names, shapes
+and dtypes are checked first, on all ranks: the draft's with its config, the target's with the checkpoint that
+it was started with. If a rank finds a problem, all answer with it and the old weights stay.
 """
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+import logging
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,64 +18,22 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.runtime_context import get_parallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_dflash.srt.configs.checkpoint import read_config
+from sglang_dflash.srt.configs.checkpoint import FLOATS, Stored, find_file, read_config, tensors_of
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
-from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
+from sglang_dflash.srt.configs.draft_tensors import (
+    EMBEDDING,
+    HEAD,
+    IGNORED_TENSORS,
+    canonical_name,
+    expected_tensors,
+)
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.hardware_backend.cpu.packing import unpacked
+from sglang_dflash.srt.models.loading import check_checkpoint
 from sglang_dflash.srt.models.quantized_linear import model_layer
 
-
-class _WithoutWrites(TorchDispatchMode):
-    """Skips operators that write to a model's tensors, and checks the shapes of copies."""
-
-    def __init__(self, model: torch.nn.Module):
-        super().__init__()
-        tensors = [*model.parameters(), *model.buffers()]
-        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors} - {0}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for parameter, argument in zip(func._schema.arguments, args, strict=False):
-            if parameter.alias_info is None or not parameter.alias_info.is_write:
-                continue
-            written = argument if isinstance(argument, list | tuple) else [argument]
-            if any(self._is_kept(tensor) for tensor in written):
-                if func is torch.ops.aten.copy_.default:
-                    args[1].expand(argument.shape)
-                return argument if func._schema.returns else None
-        return func(*args, **(kwargs or {}))
-
-    def _is_kept(self, tensor: Any) -> bool:
-        return isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() in self._storages
-
-
-@contextmanager
-def without_writes(model: torch.nn.Module) -> Iterator[None]:
-    """Keep a model's parameters and buffers as they are while a loader runs.
-
-    Some loaders (DeepSeek's) copy in threads, which a dispatch mode does not reach. They run in this thread.
-    """
-    loader, submit = threading.get_ident(), ThreadPoolExecutor.submit
-
-    def run_here(pool: ThreadPoolExecutor, function: Any, /, *args: Any, **kwargs: Any) -> Future:
-        if threading.get_ident() != loader:
-            return submit(pool, function, *args, **kwargs)
-        future: Future = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    ThreadPoolExecutor.submit = run_here  # type: ignore[method-assign, assignment]
-    try:
-        with _WithoutWrites(model):
-            yield
-    finally:
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
-
+logger = logging.getLogger(__name__)
 
 Weights = Iterable[tuple[str, Any]]
 
@@ -133,6 +91,43 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
+def stored_tensors(checkpoint: str, revision: str | None) -> dict[str, Stored] | None:
+    """Return the tensors of a target's files by name, without values.
+
+    Returns None for files without readable headers (GGUF, remote weights).
+    """
+    path = find_file(checkpoint, revision)
+    try:
+        of_files = tensors_of(os.path.dirname(path or ""))
+        found = {without_prefix(name): replace(one, values=None) for name, one in of_files}
+    except (ValueError, OSError) as error:
+        logger.warning("Weight updates of the target are not checked, its files cannot be read: %s", error)
+        return None
+    if EMBEDDING in found:  # trainers send a tied head too
+        found.setdefault(HEAD, found[EMBEDDING])
+    return found
+
+
+def without_prefix(name: str) -> str:
+    """Drop a prefix, in which releases of transformers differ for vision models."""
+    return name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+
+
+def check_tensors(sent: Weights, expected: dict[str, Stored], key: Callable[[str], str] = str) -> None:
+    """Raise ValueError naming each tensor of unknown name, other shape or other dtype."""
+    problems = []
+    for name, tensor in sent:
+        one, known = Stored.from_tensor(tensor), expected.get(key(name))
+        if known is None:
+            problems.append(f"{name}: the model has no such tensor")
+        elif one.shape != known.shape:
+            problems.append(f"{name} is {one.shape}, expected {known.shape}")
+        elif one.dtype != known.dtype and not {one.dtype, known.dtype} <= {*FLOATS}:  # floats are cast
+            problems.append(f"{name} is {one.dtype}, expected {known.dtype}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
 def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     """Give both runners an updater that takes their own tensors."""
     names = Names(draft_runner.model, target_runner.model)
@@ -148,7 +143,7 @@ class RoutedUpdater:
         runner: SGLang's, of the target or the draft.
         draft: the draft's model.
         names: tell whose a tensor is.
-        drafts_updater: for the target's: the draft's, which tries its tensors before an update is written.
+        drafts_updater: for the target's: the draft's, which checks its tensors before an update is written.
 
     Attributes:
         selector: of the update that comes: "target", "draft" or "all". SGLang does not pass it on.
@@ -156,15 +151,20 @@ class RoutedUpdater:
 
     def __init__(self, runner: Any, draft: Any, names: Names, drafts_updater: "RoutedUpdater | None" = None):
         self._updater, self._model_config = runner.weight_updater, runner.model_config
+        self._started_with = self._model_config.model_path, self._model_config.revision
         self._model, self._draft, self._names = runner.model, draft, names
         self._drafts_updater, self._of_draft = drafts_updater, runner.model is draft
         self._kind = "draft" if self._of_draft else "target"
         self.selector = "all"
         self._selector = "all"  # of the update that runs
         self._problem = ""  # of some rank, once all ranks know it
-        self._has_tried = self._has_written = False
+        self._has_written = False
         self._load_weights = self._model.load_weights
         self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
+
+    @functools.cached_property
+    def _stored_tensors(self) -> dict[str, Stored] | None:
+        return stored_tensors(*self._started_with)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_updater":  # a lookup before __init__ would recurse
@@ -185,8 +185,6 @@ class RoutedUpdater:
         if is_done:
             return True, message
         self._model_config.model_path = before
-        if self._has_tried:  # SGLang has unpacked quantized weights for the new ones
-            self._updater.end_weight_update(run_post_load=False)
         return False, f"{model_path!r}: {message}"
 
     def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None):
@@ -201,12 +199,8 @@ class RoutedUpdater:
                 (name, one.get(rank) if isinstance(one, LocalSerializedTensor) else one)
                 for name, one in named_tensors
             ]
-            own = self._on_all_ranks(
-                lambda: self._try(
-                    tensors, lambda of, own: of._updater.update_weights_from_tensor(own, load_format)
-                )
-            )
-            self._has_written = True
+            own = self._on_all_ranks(lambda: self._own(tensors, load_format))
+            self._has_written = load_format in ("direct", *self._updater.custom_weight_loaders)
             return load(own, load_format)
 
         return self._update(update)
@@ -246,10 +240,10 @@ class RoutedUpdater:
 
         `selector` replaces the update's own. If `is_whole`, a draft must get all its tensors.
         """
-        self._problem, self._has_tried, self._has_written = "", False, False
+        self._problem, self._has_written = "", False
         self._selector, self._draft.takes_parts = selector or self.selector, not is_whole
         try:
-            with unpacked(self._model, self._draft):  # the target's update tries the draft's tensors too
+            with unpacked(self._model):
                 is_done, message = update()
             problem = "" if is_done else message
         except Exception as error:  # a broken checkpoint can raise anything
@@ -266,8 +260,6 @@ class RoutedUpdater:
 
     def _on_all_ranks(self, run: Callable[[], Any]) -> Any:
         """Run, and raise ValueError on all ranks if one fails."""
-        if self._problem:  # SGLang loads once more after a failure
-            raise ValueError(self._problem)
         result, problem = None, ""
         try:
             result = run()
@@ -280,32 +272,37 @@ class RoutedUpdater:
 
     def _load(self, weights: Weights) -> Any:
         """Load this model's tensors, in place of its `load_weights`."""
-        own = self._on_all_ranks(lambda: self._try(weights, lambda of, own: of._load_weights(own)))
+        if self._problem:  # SGLang loads once more after a failure, then packs quantized weights again
+            return None
+        own = self._on_all_ranks(lambda: self._own(weights))
         self._has_written = True
-        return self._load_weights(own)
+        return self._on_all_ranks(lambda: self._load_weights(own))
 
-    def _try(self, weights: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> Weights:
-        """Load without writing, and return this model's tensors.
+    def _own(self, weights: Weights, load_format: str | None = None) -> Weights:
+        """Return this model's tensors, checked.
 
-        The target is the first to load, so it tries the draft's tensors too: both change or none.
+        The target is the first to load, so it checks the draft's tensors too: both change or none.
         """
-        self._has_tried = True
         own, drafts = list(weights), []
         if self._selector == "all":
             drafts = [(name, tensor) for name, tensor in own if self._names.are_drafts(name)]
             own = drafts if self._of_draft else [pair for pair in own if not self._names.are_drafts(pair[0])]
-        self._try_own(own, load)
+        self._check(own, load_format)
         if drafts and self._drafts_updater is not None:
-            self._drafts_updater._try_own(drafts, load)
+            self._drafts_updater._check(drafts, load_format)
         return own
 
-    def _try_own(self, own: Weights, load: Callable[["RoutedUpdater", Weights], Any]) -> None:
-        has_written = self._has_written
-        try:
-            with without_writes(self._model):
-                load(self, own)
-        finally:
-            self._has_written = has_written  # a loader of the user's own may call `_load`
+    def _check(self, own: Weights, load_format: str | None) -> None:
+        """Raise ValueError for tensors that do not fit the checkpoint, or the model's parameters."""
+        if load_format == "direct":
+            parameters = self._model.named_parameters()
+            check_tensors(own, {name: Stored.from_tensor(parameter) for name, parameter in parameters})
+        elif load_format is not None:
+            pass  # a loader of the user's own, which may take other names
+        elif self._of_draft:
+            check_checkpoint(self._draft, own)
+        elif self._stored_tensors is not None:
+            check_tensors(own, self._stored_tensors, without_prefix)
 
 
 def _answering_errors(name: str) -> Callable[[Any, Any], Any]:

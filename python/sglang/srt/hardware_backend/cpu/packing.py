@@ -87,9 +87,9 @@ def _computes_logits_otherwise(module: Any) -> bool:
 
 
 @contextmanager
-def unpacked(*models: nn.Module) -> Iterator[None]:
-    """Hold the models' weights plain, to be written. Weights that are plain before stay so."""
-    layers: list[Any] = [layer for model in models for layer in model.modules() if is_packed(layer)]
+def unpacked(model: nn.Module) -> Iterator[None]:
+    """Hold a model's weights plain, to be written. Weights that are plain before stay so."""
+    layers: list[Any] = [layer for layer in model.modules() if is_packed(layer)]
     for layer in layers:
         layer.quant_method.restore_weights_before_loading(layer)
     try:
