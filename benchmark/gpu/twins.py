@@ -79,9 +79,9 @@ def _tensors(made: Any) -> Iterator[torch.Tensor]:
 def _both(module: Any, name: str, make: Callable[..., Any], *of: Any) -> tuple[Any, Any]:
     """Run kernel and twin on make(*of). Returns their results, and what they may write to."""
     made = []
-    for kind in ("triton", "torch"):
+    for run in (getattr(module, name).__wrapped__, getattr(module, f"{name}_torch")):
         arguments = make(*of)
-        made.append((getattr(module, f"{name}_{kind}")(*arguments), arguments))
+        made.append((run(*arguments), arguments))
     return made[0], made[1]
 
 
@@ -116,7 +116,7 @@ def _block_conv(size: Size) -> Pairs:
     """Compare with float32: bfloat16 PyTorch rounds several times, the kernel once."""
     tensors = inputs.random_convolution(BS, size.block, size.hidden, 16, 2, size.dtype)
     tensors = [tensor.to(size.device) for tensor in tensors]
-    got = block_conv.block_conv_triton(*tensors, size.block)
+    got = block_conv.block_conv.__wrapped__(*tensors, size.block)
     want = block_conv.block_conv_torch(*(tensor.float() for tensor in tensors), size.block)
     yield got.float(), want, _rounding(size.dtype)
 
@@ -140,7 +140,7 @@ def _find_match(size: Size) -> Pairs:
 def _choose_copies(size: Size) -> Pairs:
     history, records, rows, lengths = inputs.random_texts(1, BS, 3000, 3, size.device)
     records[:, 1] *= 0.2  # most matches are preferred to a draft
-    keys = copy_ahead.find_match_triton(history, rows, lengths, 3000)
+    keys = copy_ahead.find_match.__wrapped__(history, rows, lengths, 3000)
     yield *_both(copy_ahead, "choose_copies", lambda: (history, records, rows, lengths, keys, size.block)), 0
 
 

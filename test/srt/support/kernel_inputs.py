@@ -29,7 +29,7 @@ def random_packing(seed: int, bs: int, block_size: int, device: str, is_ragged: 
     lengths = torch.randint(2**20, (bs,), generator=torch.Generator().manual_seed(seed)).to(device)
     out = torch.full_like(lengths, -1), *torch.full((2, bs + 1), -1, dtype=torch.int32, device=device)
     counts = torch.arange(bs, dtype=torch.int32, device=device) % (block_size + 1) if is_ragged else None
-    return lengths, block_size, *out, counts
+    return lengths, block_size, out, counts
 
 
 def random_window(seed: int, bs: int, size: int, page: int, columns: int, device: str) -> tuple:
@@ -145,7 +145,7 @@ class Context:
 
     def by_both(self, **options) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the kernel and its twin write."""
-        writers = context_kv.write_context_kv_triton, context_kv.write_context_kv_torch
+        writers = context_kv.write_context_kv.__wrapped__, context_kv.write_context_kv_torch
         got, want = (self.written_by(write, **options) for write in writers)
         return got, want
 

@@ -21,18 +21,18 @@ from sglang_dflash.kernels.ops.speculative import (
 
 def launch_prepare_block(bs=4, width=16):
     ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
-    block.prepare_block_triton(ints, ints, ints, table, 151_669, width)
+    block.prepare_block.__wrapped__(ints, ints, ints, table, 151_669, width)
 
 
 def launch_pack_blocks(is_ragged: bool = False, bs=48, width=16):
     lengths, offsets = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs + 1, dtype=torch.int32)
     counts = lengths.int() if is_ragged else None
-    block.pack_blocks_triton(lengths, width, lengths, offsets, offsets, counts)
+    block.pack_blocks.__wrapped__(lengths, width, (lengths, offsets, offsets), counts)
 
 
 def launch_prepare_window(bs=4, width=16):
     ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
-    window.prepare_window_triton(ints, ints, table, table, 4096, 16, 4127)
+    window.prepare_window.__wrapped__(ints, ints, table, table, 4096, 16, 4127)
 
 
 def launch_penalize_block(dtype: torch.dtype, has_stops: bool, is_ragged: bool = False, bs=4, width=16):
@@ -43,12 +43,12 @@ def launch_penalize_block(dtype: torch.dtype, has_stops: bool, is_ragged: bool =
     ints, stops = torch.zeros(bs, dtype=torch.int64), torch.empty(bs, vocabulary) if has_stops else None
     terms = penalties.PenaltyTerms(floats, floats, floats, ints, ints, stops)
     rows = (ints, ints.int()) if is_ragged else ()
-    penalties.penalize_block_triton(logits, tokens, counts, ints, ints, terms, *rows)
+    penalties.penalize_block.__wrapped__(logits, tokens, counts, ints, ints, terms, *rows)
 
 
 def launch_count_tokens(bs=4, width=16):
     tokens, counts = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 151_936, dtype=torch.int32)
-    penalties.count_tokens_triton(
+    penalties.count_tokens.__wrapped__(
         counts, tokens[:, 0].contiguous(), tokens, torch.zeros(bs, dtype=torch.int32)
     )
 
@@ -61,7 +61,7 @@ def launch_prepare_rows(last_start: int | None, bs=4, width=8):
     pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous(), tokens[:, 0].int())
     fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
     tables = peagle_rows.RowTables(table, table, 151_669, last_start)
-    peagle_rows.prepare_rows_triton(ints, ints, pending, tables, states[0, 0], fused, ints)
+    peagle_rows.prepare_rows.__wrapped__(ints, ints, pending, tables, states[0, 0], fused, ints)
 
 
 def launch_append_rows(has_slots: bool, bs=4, width=8):
@@ -71,24 +71,24 @@ def launch_append_rows(has_slots: bool, bs=4, width=8):
     fused = torch.zeros(bs * width, 4096, dtype=BF16)
     accept_len = torch.zeros(bs, dtype=torch.int32)
     requests, slots = pending.count[:bs], tokens if has_slots else None
-    peagle_rows.append_rows_triton(requests, accept_len, tokens, fused, slots, pending)
+    peagle_rows.append_rows.__wrapped__(requests, accept_len, tokens, fused, slots, pending)
 
 
 def launch_find_match(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
-    copy_ahead.find_match_triton(texts, ints, ints, 2048 * width)
+    copy_ahead.find_match.__wrapped__(texts, ints, ints, 2048 * width)
 
 
 def launch_choose_copies(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
     keys, records = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2)
-    copy_ahead.choose_copies_triton(texts, records, ints, ints, keys, width)
+    copy_ahead.choose_copies.__wrapped__(texts, records, ints, ints, keys, width)
 
 
 def launch_append_tokens(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
     tokens, records, counts = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2), ints.int()
-    copy_ahead.append_tokens_triton(texts, records, ints, ints, tokens, counts, counts, width % 2 == 0)
+    copy_ahead.append_tokens.__wrapped__(texts, records, ints, ints, tokens, counts, counts, width % 2 == 0)
 
 
 def launch_accept(is_decided: bool, is_relayed: bool, bs=4, width=16):
@@ -96,7 +96,7 @@ def launch_accept(is_decided: bool, is_relayed: bool, bs=4, width=16):
     seq_lens = tokens[:, 0].contiguous()
     relay = accept.RelayTables(*torch.zeros(3, 64, dtype=torch.int64)) if is_relayed else None
     accept_len, block = (seq_lens.int(), None) if is_decided else (None, tokens)
-    accept.accept_blocks_triton(accept_len, tokens, best, seq_lens, 151_936, relay, block=block)
+    accept.accept_blocks.__wrapped__(accept_len, tokens, best, seq_lens, 151_936, relay, block=block)
 
 
 def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: bool, bs=4, width=16):
@@ -108,7 +108,7 @@ def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: boo
     buffers = [torch.zeros(rows, heads, head_dim).to(pool_dtype) for _ in range(2 * layers)]
     pool = context_kv.KVPoolPointers.from_pools(buffers[:layers], buffers[layers:])
     accept_len = None if prefill else torch.zeros(bs, dtype=torch.int32)
-    context_kv.write_context_kv_triton(
+    context_kv.write_context_kv.__wrapped__(
         kv, weight, 1e-6, torch.zeros(64, head_dim), ints, ints, pool, accept_len, width
     )
 
@@ -116,7 +116,7 @@ def launch_write_context_kv(head_dim: int, pool_dtype: torch.dtype, prefill: boo
 def launch_block_conv(bs=4, width=8):
     """Launch for the draft of Qwen3.8-27B; its width is the draft's."""
     x, deltas = torch.zeros(bs * 8, 5120, dtype=BF16), torch.zeros(bs * 8, 2, 2, 320, dtype=BF16)
-    block_conv.block_conv_triton(x, torch.zeros(2, 5120, dtype=BF16), deltas[:, 1], 8)
+    block_conv.block_conv.__wrapped__(x, torch.zeros(2, 5120, dtype=BF16), deltas[:, 1], 8)
 
 
 def launch_selector_walk(draws: bool, bs=4, width=16):

@@ -131,7 +131,7 @@ def _prepare_our_worker(scene: Scene) -> None:
     if not scene.interprets_context_kv:
         from sglang_dflash.kernels.ops.speculative import context_kv
 
-        context_kv.write_context_kv_triton = _operation(
+        context_kv.write_context_kv.__wrapped__ = _operation(
             "triton:write_context_kv_kernel", context_kv.write_context_kv_torch
         )
     _note_bounds()

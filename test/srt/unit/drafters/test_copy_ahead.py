@@ -86,10 +86,10 @@ def test_the_longest_most_recent_match_is_copied(seed, bs, longest, vocabulary, 
 @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
     history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
-    keys = copy_ahead.find_match_triton(history, rows, seq_lens, longest)
+    keys = copy_ahead.find_match.__wrapped__(history, rows, seq_lens, longest)
     assert torch.equal(keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest).amax(1))
     arguments = history, records, rows, seq_lens, keys, block_size
-    outputs = copy_ahead.choose_copies_triton(*arguments), copy_ahead.choose_copies_torch(*arguments)
+    outputs = copy_ahead.choose_copies.__wrapped__(*arguments), copy_ahead.choose_copies_torch(*arguments)
     for got, want in zip(*outputs, strict=True):
         assert torch.equal(got, want) and got.dtype == want.dtype
 
@@ -106,11 +106,11 @@ def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
         history[row, length - 11 : length + 1] = history[row, 1:13]
     history, rows, seq_lens = history.to(DEVICE), torch.arange(3, device=DEVICE), seq_lens.to(DEVICE)
     records = torch.tensor([[1.0, 0.0]]).repeat(3, 1).to(DEVICE)
-    keys = copy_ahead.find_match_triton(history, rows, seq_lens, 640)
+    keys = copy_ahead.find_match.__wrapped__(history, rows, seq_lens, 640)
     want = copy_ahead.find_match_torch(history, rows, seq_lens, 640)
     assert keys.shape == (3, 40) and torch.equal(keys.amax(1), want.amax(1))
     arguments = history, records, rows, seq_lens
-    copied, lengths = copy_ahead.choose_copies_triton(*arguments, keys, 8)
+    copied, lengths = copy_ahead.choose_copies.__wrapped__(*arguments, keys, 8)
     assert lengths.tolist() == [12, 12, 12] and torch.equal(copied[:, 1:], history[:, 13:20].long())
 
 
@@ -120,7 +120,7 @@ def test_appending_equals_its_twin(seed, bs, width, was_drafted):
     history, records, rows, seq_lens = random_texts(seed, bs, 40, 9, DEVICE)
     kept = random_kept(seed, bs, width, DEVICE)
     outcomes = []
-    for append in (copy_ahead.append_tokens_triton, copy_ahead.append_tokens_torch):
+    for append in (copy_ahead.append_tokens.__wrapped__, copy_ahead.append_tokens_torch):
         written = history.clone(), records.clone()
         append(*written, rows, seq_lens, *kept, was_drafted)
         outcomes.append(written)

@@ -19,7 +19,7 @@ from sglang_dflash.kernels.ops.speculative import block_conv as kernels
 def test_the_kernel_equals_its_twin(blocks, width, hidden, groups, taps):
     x, base, deltas = random_convolution(blocks, width, hidden, groups, taps)
     want = kernels.block_conv_torch(x, base, deltas, width)
-    got = kernels.block_conv_triton(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), width)
+    got = kernels.block_conv.__wrapped__(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), width)
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=1e-5)
 
 
@@ -28,6 +28,6 @@ def test_bfloat16_equals_its_twin():
     """The kernel rounds once, bfloat16 PyTorch several times."""
     x, base, deltas = random_convolution(2, 8, 64, 4, 2, torch.bfloat16)
     want = kernels.block_conv_torch(x.float(), base.float(), deltas.float(), 8)
-    got = kernels.block_conv_triton(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), 8)
+    got = kernels.block_conv.__wrapped__(x.to(DEVICE), base.to(DEVICE), deltas.to(DEVICE), 8)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float().cpu(), want, rtol=0.01, atol=0.01)

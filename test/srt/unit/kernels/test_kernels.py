@@ -34,7 +34,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17))
 def test_prepare_block_equals_its_twin(seed, bs, block_size):
     arguments = random_blocks(seed, bs, block_size, DEVICE)
-    outputs = block.prepare_block_triton(*arguments), block.prepare_block_torch(*arguments)
+    outputs = block.prepare_block.__wrapped__(*arguments), block.prepare_block_torch(*arguments)
     for got, want in zip(*outputs, strict=True):
         assert got.dtype == want.dtype == torch.int64
         assert torch.equal(got, want) and got.shape == want.shape
@@ -63,10 +63,10 @@ def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype, is_ragged):
     if is_ragged:
         counts = torch.arange(len(seq_lens), dtype=torch.int32, device=DEVICE) % (block_size + 1)
     outputs = []
-    for run in (block.pack_blocks_triton, block.pack_blocks_torch):
+    for run in (block.pack_blocks.__wrapped__, block.pack_blocks_torch):
         offsets = [torch.full((len(seq_lens) + 1,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         outputs.append((torch.full_like(seq_lens, -1), *offsets))
-        run(seq_lens, block_size, *outputs[-1], counts)
+        run(seq_lens, block_size, outputs[-1], counts)
     for got, want in zip(*outputs, strict=True):
         assert torch.equal(got, want)
 
@@ -91,7 +91,7 @@ def test_packed_blocks():
 )
 def test_prepare_window_equals_its_twin(seed, bs, size, page, columns):
     mine, twins = (random_window(seed, bs, size, page, columns, DEVICE) for _ in range(2))
-    got, want = window.prepare_window_triton(*mine), window.prepare_window_torch(*twins)
+    got, want = window.prepare_window.__wrapped__(*mine), window.prepare_window_torch(*twins)
     assert torch.equal(got, want) and got.dtype == torch.int64
     assert torch.equal(mine[3], twins[3])
 
@@ -119,7 +119,7 @@ def test_a_prepared_window():
 )
 def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
     mine, twins = (random_rows(seed, bs, block_size, hidden, DEVICE, last_start) for _ in range(2))
-    outputs = peagle_rows.prepare_rows_triton(*mine), peagle_rows.prepare_rows_torch(*twins)
+    outputs = peagle_rows.prepare_rows.__wrapped__(*mine), peagle_rows.prepare_rows_torch(*twins)
     for got, want in zip(*outputs, strict=True):
         assert got.dtype == want.dtype == torch.int64
         assert torch.equal(got, want) and got.shape == want.shape
@@ -194,7 +194,7 @@ def test_append_rows_equals_its_twin(seed, bs, block_size, is_packed, hidden):
     """Rows of other requests and rejected rows must stay out, whatever a request had pending."""
     arguments = seed, bs, min(block_size, 4), block_size, hidden, DEVICE, is_packed
     mine, twins = random_appended(*arguments), random_appended(*arguments)
-    peagle_rows.append_rows_triton(*mine)
+    peagle_rows.append_rows.__wrapped__(*mine)
     peagle_rows.append_rows_torch(*twins)
     for name in ("tokens", "fused", "count", "was_run"):
         assert torch.equal(getattr(mine[-1], name), getattr(twins[-1], name)), name
@@ -245,7 +245,7 @@ def test_accept_blocks_equals_its_twin(seed, bs, block_size, longest):
     rows = torch.randperm(bs + 4, generator=torch.Generator().manual_seed(seed))[:bs].to(DEVICE)
     accept_len = accept.accept_matching_prefix(drafted, tokens)
     made = []
-    for run in (accept.accept_blocks_torch, accept.accept_blocks_triton):
+    for run in (accept.accept_blocks_torch, accept.accept_blocks.__wrapped__):
         for decided, block_to_decide in ((None, drafted), (accept_len, None)):
             tables = torch.full((2, bs + 4), -1, device=DEVICE)
             relay = accept.RelayTables(rows, *tables)
@@ -263,7 +263,7 @@ def test_accept_blocks_equals_its_twin(seed, bs, block_size, longest):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_broken_logits_of_half_the_width_equals_its_twin(dtype):
     drafted, tokens, best, *rest = random_verdicts(5, 9, 8, DEVICE)
-    runs = accept.accept_blocks_triton, accept.accept_blocks_torch
+    runs = accept.accept_blocks.__wrapped__, accept.accept_blocks_torch
     got, want = (run(None, tokens, best.to(dtype), *rest, block=drafted) for run in runs)
     assert torch.equal(got.reported, want.reported) and (want.reported == rest[-1]).any()
 
@@ -379,7 +379,7 @@ def test_a_large_pool_equals_its_twin():
     k, v = (memory.as_strided((3, 2, 64), (stride, 64, 1), start) for start in (0, 1024))
     pool = KVPoolPointers.from_pools([k], [v], torch.float8_e5m2)
     contents = []
-    for write in (context_kv.write_context_kv_triton, context_kv.write_context_kv_torch):
+    for write in (context_kv.write_context_kv.__wrapped__, context_kv.write_context_kv_torch):
         k[1:], v[1:] = 0, 0
         write(*context.arguments(pool))
         contents.append(torch.stack([k[1:], v[1:]]).view(torch.float8_e5m2).float())

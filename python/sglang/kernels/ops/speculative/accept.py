@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
 from sglang_dflash.kernels.ops.speculative.block import lanes
 
 NO_LIMIT = 2**63 - 1
@@ -52,6 +53,32 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
     return matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
 
 
+def accept_blocks_torch(
+    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT, block=None
+) -> AcceptedBlocks:
+    """Run `accept_blocks` in PyTorch, on any device, with a read on the host."""
+    if accept_len is None:
+        accept_len = accept_matching_prefix(block, tokens)
+    commit_lens = accept_len + 1
+    bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
+    reported, is_broken = tokens, ~max_logits.isfinite()
+    if bool(is_broken.any()):
+        is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
+        reported = tokens.masked_fill((is_broken & is_output).any(dim=1, keepdim=True), broken_token)
+    new_committed = (committed + commit_lens).clamp(max=longest)
+    if relay is not None:
+        relay.lengths[relay.rows], relay.anchors[relay.rows] = new_committed, bonus
+    return AcceptedBlocks(
+        accept_len=accept_len,
+        commit_lens=commit_lens,
+        bonus=bonus,
+        committed=new_committed,
+        tokens=tokens,
+        reported=reported,
+    )
+
+
+@with_twin(accept_blocks_torch)
 def accept_blocks(
     accept_len: torch.Tensor | None,
     tokens: torch.Tensor,
@@ -80,55 +107,36 @@ def accept_blocks(
             Its next block then begins here, so that all of it stays in the request table.
         block: [bs, B] int64, column 0 the anchor, columns 1.. the drafted tokens. None, with `accept_len`.
     """
-    run = accept_blocks_triton if max_logits.is_cuda else accept_blocks_torch
-    return run(accept_len, tokens, max_logits, committed, broken_token, relay, longest, block)
-
-
-def accept_blocks_torch(
-    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT, block=None
-) -> AcceptedBlocks:
-    """Run `accept_blocks` in PyTorch, on any device, with a read on the host."""
     if accept_len is None:
-        accept_len = accept_matching_prefix(block, tokens)
-    commit_lens = accept_len + 1
-    bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
-    reported, is_broken = tokens, ~max_logits.isfinite()
-    if bool(is_broken.any()):
-        is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
-        reported = tokens.masked_fill((is_broken & is_output).any(dim=1, keepdim=True), broken_token)
-    new_committed = (committed + commit_lens).clamp(max=longest)
-    if relay is not None:
-        relay.lengths[relay.rows], relay.anchors[relay.rows] = new_committed, bonus
-    return AcceptedBlocks(accept_len, commit_lens, bonus, new_committed, tokens, reported)
-
-
-def accept_blocks_triton(
-    accept_len, tokens, max_logits, committed, broken_token, relay=None, longest=NO_LIMIT, block=None
-) -> AcceptedBlocks:
-    """Run `accept_blocks` as a Triton kernel. Tensors are contiguous."""
-    if accept_len is None:
+        assert block is not None and block.is_contiguous()
         accept_len = torch.empty_like(committed, dtype=torch.int32)
-        assert block.is_contiguous()
     assert all(t.is_contiguous() for t in (tokens, max_logits, committed, accept_len))
     bs, block_size = tokens.shape
     accepted = AcceptedBlocks(
-        accept_len,
-        torch.empty_like(accept_len),
-        torch.empty_like(committed),
-        torch.empty_like(committed),
-        tokens,
-        torch.empty_like(tokens),
+        accept_len=accept_len,
+        commit_lens=torch.empty_like(accept_len),
+        bonus=torch.empty_like(committed),
+        committed=torch.empty_like(committed),
+        tokens=tokens,
+        reported=torch.empty_like(tokens),
     )
     if bs:
         accept_kernel[(bs,)](
-            block,
-            max_logits,
-            committed,
-            *accepted,
-            *(relay or (None, None, None)),
-            block_size,
-            broken_token,
-            longest,
+            block=block,
+            max_logits=max_logits,
+            committed=committed,
+            accept_len=accepted.accept_len,
+            commit_lens=accepted.commit_lens,
+            bonus=accepted.bonus,
+            new_committed=accepted.committed,
+            tokens=accepted.tokens,
+            reported=accepted.reported,
+            relay_rows=None if relay is None else relay.rows,
+            relay_lengths=None if relay is None else relay.lengths,
+            relay_anchors=None if relay is None else relay.anchors,
+            block_size=block_size,
+            broken_token=broken_token,
+            longest=longest,
             BLOCK=lanes(block_size),
             num_warps=1,
         )

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
+
 PADDING_SLOT = 0  # of SGLang's KV pools; nothing reads it
 
 
@@ -15,6 +17,17 @@ def lanes(slots: int) -> int:
     return max(32, triton.next_power_of_2(slots))
 
 
+def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
+    """`prepare_block` in PyTorch, on any device."""
+    tokens = seq_lens.new_full((seq_lens.numel(), block_size), mask_token_id)
+    tokens[:, 0] = bonus_tokens
+    positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
+    max_len = req_to_token.shape[1]
+    cache_loc = req_to_token[req_pool_indices[:, None], positions.clamp(max=max_len - 1)].long()
+    return tokens, positions, cache_loc.masked_fill_(positions >= max_len, PADDING_SLOT).flatten()
+
+
+@with_twin(prepare_block_torch)
 def prepare_block(
     bonus_tokens: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -40,33 +53,29 @@ def prepare_block(
     Returns:
         Tokens [bs, B], positions [bs, B] and their KV slots [bs * B], all int64.
     """
-    run = prepare_block_triton if seq_lens.is_cuda else prepare_block_torch
-    return run(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size)
-
-
-def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
-    """`prepare_block` in PyTorch, on any device."""
-    tokens = seq_lens.new_full((seq_lens.numel(), block_size), mask_token_id)
-    tokens[:, 0] = bonus_tokens
-    positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
-    max_len = req_to_token.shape[1]
-    cache_loc = req_to_token[req_pool_indices[:, None], positions.clamp(max=max_len - 1)].long()
-    return tokens, positions, cache_loc.masked_fill_(positions >= max_len, PADDING_SLOT).flatten()
-
-
-def prepare_block_triton(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
-    """`prepare_block` as a Triton kernel. Tensors contiguous, except the table's rows."""
     per_request = bonus_tokens, seq_lens, req_pool_indices
     assert all(t.is_contiguous() for t in per_request) and req_to_token.stride(1) == 1
     bs = seq_lens.numel()
     tokens = seq_lens.new_empty((bs, block_size))
     positions = torch.empty_like(tokens)
     cache_loc = seq_lens.new_empty((bs * block_size,))
-    tensors = *per_request, req_to_token, tokens, positions, cache_loc
-    sizes = req_to_token.stride(0), req_to_token.shape[1], mask_token_id, block_size
     if bs:
-        options = dict(BLOCK=lanes(block_size), PADDING=PADDING_SLOT, num_warps=1)
-        prepare_block_kernel[(bs,)](*tensors, *sizes, **options)
+        prepare_block_kernel[(bs,)](
+            bonus_tokens=bonus_tokens,
+            seq_lens=seq_lens,
+            req_pool_indices=req_pool_indices,
+            req_to_token=req_to_token,
+            tokens=tokens,
+            positions=positions,
+            cache_loc=cache_loc,
+            table_stride=req_to_token.stride(0),
+            max_len=req_to_token.shape[1],
+            mask_token_id=mask_token_id,
+            block_size=block_size,
+            BLOCK=lanes(block_size),
+            PADDING=PADDING_SLOT,
+            num_warps=1,
+        )
     return tokens, positions, cache_loc
 
 
@@ -101,12 +110,33 @@ def prepare_block_kernel(
     tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)
 
 
+Packing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _packing(seq_lens: torch.Tensor) -> Packing:
+    keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
+    return torch.empty_like(seq_lens), keys, queries
+
+
+def pack_blocks_torch(seq_lens, block_size, out=None, counts=None):
+    """`pack_blocks` in PyTorch, on any device."""
+    lengths, keys, queries = out = out or _packing(seq_lens)
+    if counts is None:
+        counts = torch.full_like(seq_lens, block_size)
+    torch.add(seq_lens, counts, out=lengths)
+    for offsets, values in ((keys, lengths), (queries, counts)):
+        offsets[0] = 0
+        torch.cumsum(values, dim=0, out=offsets[1:])
+    return out
+
+
+@with_twin(pack_blocks_torch)
 def pack_blocks(
     seq_lens: torch.Tensor,
     block_size: int,
-    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    out: Packing | None = None,
     counts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Packing:
     """Compute where keys and queries of packed blocks begin and end, for FlashInfer.
 
     One launch on CUDA, without host synchronisation.
@@ -120,33 +150,21 @@ def pack_blocks(
     Returns:
         Lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1] int32.
     """
-    if out is None:
-        keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
-        out = torch.empty_like(seq_lens), keys, queries
-    run = pack_blocks_triton if seq_lens.is_cuda else pack_blocks_torch
-    run(seq_lens, block_size, *out, counts)
-    return out
-
-
-def pack_blocks_torch(seq_lens, block_size, lengths, keys, queries, counts=None):
-    """`pack_blocks` in PyTorch, on any device."""
-    if counts is None:
-        counts = torch.full_like(seq_lens, block_size)
-    torch.add(seq_lens, counts, out=lengths)
-    for offsets, values in ((keys, lengths), (queries, counts)):
-        offsets[0] = 0
-        torch.cumsum(values, dim=0, out=offsets[1:])
-
-
-def pack_blocks_triton(seq_lens, block_size, lengths, keys, queries, counts=None):
-    """`pack_blocks` as a Triton kernel. All tensors contiguous."""
-    assert all(t.is_contiguous() for t in (seq_lens, lengths, keys, queries))
+    lengths, keys, queries = out = out or _packing(seq_lens)
+    assert all(t.is_contiguous() for t in (seq_lens, *out))
     assert counts is None or counts.is_contiguous()
     bs = seq_lens.numel()
     pack_blocks_kernel[(1,)](
-        *(seq_lens, counts, lengths, keys, queries, bs, block_size),
+        seq_lens=seq_lens,
+        counts=counts,
+        lengths=lengths,
+        keys=keys,
+        queries=queries,
+        bs=bs,
+        block_size=block_size,
         BLOCK=max(128, triton.next_power_of_2(bs + 1)),  # one compiled kernel for most batches
     )
+    return out
 
 
 @triton.jit(do_not_specialize=["bs", "block_size"])

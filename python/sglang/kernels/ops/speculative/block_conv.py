@@ -8,17 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-
-def block_conv(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
-    """Convolve rows within their blocks.
-
-    Args:
-        x: [n, hidden], blocks of `width` rows.
-        base: [taps, hidden].
-        deltas: [n, taps, groups], last stride 1. A group is hidden / groups adjacent channels.
-        width: rows of a block.
-    """
-    return (block_conv_triton if x.is_cuda else block_conv_torch)(x, base, deltas, width)
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
 
 
 def block_conv_torch(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
@@ -31,17 +21,34 @@ def block_conv_torch(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, 
     return out.view_as(x)
 
 
-def block_conv_triton(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
-    """Run one launch; sums are float32, rounded once."""
+@with_twin(block_conv_torch)
+def block_conv(x: torch.Tensor, base: torch.Tensor, deltas: torch.Tensor, width: int) -> torch.Tensor:
+    """Convolve rows within their blocks.
+
+    Args:
+        x: [n, hidden], blocks of `width` rows.
+        base: [taps, hidden].
+        deltas: [n, taps, groups], last stride 1. A group is hidden / groups adjacent channels.
+        width: rows of a block.
+    """
     assert x.is_contiguous() and base.is_contiguous() and deltas.stride(2) == 1
     rows, hidden = x.shape
     taps, groups = deltas.shape[1:]
-    out = torch.empty_like(x)
-    sizes = width, hidden, hidden // groups, deltas.stride(0), deltas.stride(1)
+    out, tile = torch.empty_like(x), min(1024, triton.next_power_of_2(hidden))
     if rows:
-        tile = min(1024, triton.next_power_of_2(hidden))
         block_conv_kernel[(rows, triton.cdiv(hidden, tile))](
-            x, base, deltas, out, *sizes, TAPS=taps, TILE=tile, num_warps=max(1, min(4, tile // 256))
+            x=x,
+            base=base,
+            deltas=deltas,
+            out=out,
+            width=width,
+            hidden=hidden,
+            group_size=hidden // groups,
+            row_stride=deltas.stride(0),
+            tap_stride=deltas.stride(1),
+            TAPS=taps,
+            TILE=tile,
+            num_warps=max(1, min(4, tile // 256)),
         )
     return out
 

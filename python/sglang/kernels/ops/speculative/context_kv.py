@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
+
 _TRITON_DTYPE = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
@@ -75,6 +77,27 @@ class KVPoolPointers:
         )
 
 
+def write_context_kv_torch(
+    kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len=None, block_size=1
+):
+    """`write_context_kv` in PyTorch, on any device; synchronises with `accept_len`."""
+    if accept_len is not None:
+        kept = torch.arange(block_size, device=kv.device) <= accept_len[:, None]
+        rows = kept.flatten().nonzero().squeeze(1)
+        # On a CPU, index_select and index_copy_ are up to four times as fast as x[rows].
+        kv, positions, cache_loc = (x.index_select(0, rows) for x in (kv, positions, cache_loc))
+    keys, values = kv.unbind(2)
+    keys = rotate(rms_norm(keys, k_norm_weight[:, None], eps), positions, cos_sin_cache)
+    for states, buffers in ((keys, pool.k_buffers), (values, pool.v_buffers)):
+        if pool.dtype in _FP8:
+            largest = torch.finfo(pool.dtype).max
+            states = states.clamp(-largest, largest)
+        states = _indexable(states.to(pool.dtype))
+        for layer, buffer in enumerate(buffers):
+            _indexable(buffer).index_copy_(0, cache_loc, states[:, layer])
+
+
+@with_twin(write_context_kv_torch)
 def write_context_kv(
     kv: torch.Tensor,
     k_norm_weight: torch.Tensor,
@@ -107,8 +130,44 @@ def write_context_kv(
             the anchor and the kept tokens; nothing for -1. None: every row is written, as in prefill.
         block_size: rows of a block.
     """
-    run = write_context_kv_triton if kv.is_cuda else write_context_kv_torch
-    run(kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len, block_size)
+    rows, layers, _, heads, head_dim = kv.shape
+    assert kv.is_contiguous() and k_norm_weight.is_contiguous() and cos_sin_cache.stride(1) == 1
+    assert positions.is_contiguous() and cache_loc.is_contiguous()
+    assert k_norm_weight.shape == (layers, head_dim)
+    assert cos_sin_cache.shape[1] == head_dim and head_dim % 2 == 0
+    assert len(pool.k_buffers) == layers and pool.k_buffers[0].shape[1:] == (heads, head_dim)
+    if accept_len is None:
+        grid = (rows, 1, layers)
+    else:
+        assert accept_len.is_contiguous() and rows == accept_len.numel() * block_size
+        grid = (block_size, accept_len.numel(), layers)
+    if not rows:
+        return
+    block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim // 2)
+    write_context_kv_kernel[grid](
+        kv=kv,
+        k_norm_weight=k_norm_weight,
+        cos_sin_cache=cos_sin_cache,
+        positions=positions,
+        cache_loc=cache_loc,
+        accept_len=accept_len,
+        k_addresses=pool.k_addresses,
+        v_addresses=pool.v_addresses,
+        cos_sin_stride=cos_sin_cache.stride(0),
+        slot_stride=pool.slot_stride,
+        eps=eps,
+        HEADS=heads,
+        HALF=head_dim // 2,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
+        POOL_DTYPE=_TRITON_DTYPE[pool.dtype],
+        SLOT_ALIGNMENT=pool.slot_alignment,
+        FP8_MAX=torch.finfo(pool.dtype).max if pool.dtype in _FP8 else None,
+        # Eight elements of each tile per thread: 16 bytes, the widest access there is, for 16-bit states.
+        num_warps=min(8, max(1, block_heads * block_half // (32 * 8))),
+        # A fused multiply-add would skip a product's rounding: on an H100 every sixth key was a step off.
+        enable_fp_fusion=False,
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -126,69 +185,9 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def write_context_kv_torch(
-    kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len=None, block_size=1
-):
-    """`write_context_kv` in PyTorch, on any device; synchronises with `accept_len`."""
-    if accept_len is not None:
-        kept = torch.arange(block_size, device=kv.device) <= accept_len[:, None]
-        rows = kept.flatten().nonzero().squeeze(1)
-        # On a CPU, index_select and index_copy_ are up to four times as fast as x[rows].
-        kv, positions, cache_loc = (x.index_select(0, rows) for x in (kv, positions, cache_loc))
-    keys, values = kv.unbind(2)
-    keys = rotate(rms_norm(keys, k_norm_weight[:, None], eps), positions, cos_sin_cache)
-    for states, buffers in ((keys, pool.k_buffers), (values, pool.v_buffers)):
-        if pool.dtype in _FP8:
-            largest = torch.finfo(pool.dtype).max
-            states = states.clamp(-largest, largest)
-        states = _indexable(states.to(pool.dtype))
-        for layer, buffer in enumerate(buffers):
-            _indexable(buffer).index_copy_(0, cache_loc, states[:, layer])
-
-
 def _indexable(x: torch.Tensor) -> torch.Tensor:
     """View fp8 as bytes: PyTorch cannot write fp8 elements by index on every device."""
     return x.view(torch.uint8) if x.dtype in _FP8 else x
-
-
-def write_context_kv_triton(
-    kv, k_norm_weight, eps, cos_sin_cache, positions, cache_loc, pool, accept_len=None, block_size=1
-):
-    """`write_context_kv` as a Triton kernel. Tensors contiguous, except the table's rows."""
-    rows, layers, _, heads, head_dim = kv.shape
-    assert kv.is_contiguous() and k_norm_weight.is_contiguous() and cos_sin_cache.stride(1) == 1
-    assert positions.is_contiguous() and cache_loc.is_contiguous()
-    assert k_norm_weight.shape == (layers, head_dim)
-    assert cos_sin_cache.shape[1] == head_dim and head_dim % 2 == 0
-    assert len(pool.k_buffers) == layers and pool.k_buffers[0].shape[1:] == (heads, head_dim)
-    if accept_len is None:
-        grid = (rows, 1, layers)
-    else:
-        assert accept_len.is_contiguous() and rows == accept_len.numel() * block_size
-        grid = (block_size, accept_len.numel(), layers)
-    if not rows:
-        return
-    block_heads, block_half = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim // 2)
-    inputs = kv, k_norm_weight, cos_sin_cache, positions, cache_loc, accept_len
-    strides = cos_sin_cache.stride(0), pool.slot_stride
-    write_context_kv_kernel[grid](
-        *inputs,
-        pool.k_addresses,
-        pool.v_addresses,
-        *strides,
-        eps,
-        HEADS=heads,
-        HALF=head_dim // 2,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
-        POOL_DTYPE=_TRITON_DTYPE[pool.dtype],
-        SLOT_ALIGNMENT=pool.slot_alignment,
-        FP8_MAX=torch.finfo(pool.dtype).max if pool.dtype in _FP8 else None,
-        # Eight elements of each tile per thread: 16 bytes, the widest access there is, for 16-bit states.
-        num_warps=min(8, max(1, block_heads * block_half // (32 * 8))),
-        # A fused multiply-add would skip a product's rounding: on an H100 every sixth key was a step off.
-        enable_fp_fusion=False,
-    )
 
 
 @triton.jit

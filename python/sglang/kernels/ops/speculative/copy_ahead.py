@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
 from sglang_dflash.kernels.ops.speculative.block import lanes
 
 TILE = 2048  # positions per program of the lookup
@@ -43,6 +44,32 @@ class CopyRule:
 RULE = CopyRule()
 
 
+def _look_back(history, requests, ends, back):
+    """Gather the tokens up to `ends`, the last first; -1 before a text's beginning."""
+    positions = ends[:, None] - back
+    return torch.where(positions >= 0, history[requests[:, None], positions.clamp(min=0)], -1)
+
+
+def _trust(length):
+    trust = torch.where(length >= RULE.medium, RULE.trust_medium, RULE.trust_short)
+    return torch.where(length >= RULE.long, 1.0, trust)
+
+
+def find_match_torch(history, requests, seq_lens, bound):
+    """`find_match` in PyTorch; it synchronises with the host, so it is for the CPU."""
+    back, bound = torch.arange(RULE.longest, device=history.device), min(bound, history.shape[1])
+    suffix = _look_back(history, requests, seq_lens, back)
+    text = history[requests, :bound]
+    is_earlier = torch.arange(bound, device=history.device) < seq_lens[:, None]
+    rows, ends = ((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)
+    found = _look_back(history, requests[rows], ends, back)
+    same = (found == suffix[rows]) & (found >= 0)
+    length = same.cumprod(dim=1).sum(dim=1)
+    keys = torch.where(length >= RULE.shortest, (length << 32) + ends, 0)
+    return torch.zeros_like(seq_lens).scatter_reduce_(0, rows, keys, "amax")[:, None]
+
+
+@with_twin(find_match_torch)
 def find_match(
     history: torch.Tensor, requests: torch.Tensor, seq_lens: torch.Tensor, bound: int
 ) -> torch.Tensor:
@@ -61,10 +88,44 @@ def find_match(
         Keys [bs, parts] int64. The maximum of a row is (length of the match << 32) + the position of its last
         token, which is below n; 0 if no match has `shortest` tokens.
     """
-    run = find_match_triton if history.is_cuda else find_match_torch
-    return run(history, requests, seq_lens, min(bound, history.shape[1]))
+    assert requests.is_contiguous() and seq_lens.is_contiguous() and history.stride(1) == 1
+    bs, tiles = seq_lens.numel(), max(1, triton.cdiv(min(bound, history.shape[1]), TILE))
+    keys = seq_lens.new_empty((bs, tiles))
+    if bs:
+        find_match_kernel[(bs, tiles)](
+            history=history,
+            requests=requests,
+            seq_lens=seq_lens,
+            keys=keys,
+            stride=history.stride(0),
+            tiles=tiles,
+            LONGEST=RULE.longest,
+            SHORTEST=RULE.shortest,
+            TILE=TILE,
+            num_warps=8,
+        )
+    return keys
 
 
+def choose_copies_torch(history, records, requests, seq_lens, keys, block_size):
+    """`choose_copies` in PyTorch; it synchronises with the host, so it is for the CPU."""
+    copied = keys.new_full((len(keys), block_size), -1)
+    if not keys.any():
+        return copied, torch.zeros_like(seq_lens, dtype=torch.int32)
+    best_match = keys.amax(dim=1)
+    length, end = best_match >> 32, best_match & 0xFFFFFFFF
+    share = records[requests]
+    is_copied = (length > 0) & (_trust(length) * share[:, 0] >= share[:, 1])
+    step = torch.arange(block_size - 1, device=history.device)
+    positions = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
+    tokens = history[requests[:, None], positions].long()
+    is_valid = (tokens >= 0).cumprod(dim=1).bool()
+    copied[:, 1:] = torch.where(is_valid & is_copied[:, None], tokens, -1)
+    length = torch.where(is_valid[:, 0], length, 0)
+    return copied, torch.where(is_copied, length, -length).int()
+
+
+@with_twin(choose_copies_torch)
 def choose_copies(
     history: torch.Tensor,
     records: torch.Tensor,
@@ -86,71 +147,29 @@ def choose_copies(
         Copied tokens [bs, B] int64, -1 where nothing is copied and in column 0, the anchor's; and match
         lengths [bs] int32, negative if a match was passed over, 0 without a match.
     """
-    run = choose_copies_triton if history.is_cuda else choose_copies_torch
-    return run(history, records, requests, seq_lens, keys, block_size)
-
-
-def append_tokens(
-    history: torch.Tensor,
-    records: torch.Tensor,
-    requests: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out_tokens: torch.Tensor,
-    accept_len: torch.Tensor,
-    lengths: torch.Tensor,
-    was_drafted: bool,
-) -> None:
-    """Write a verified block's output from position n + 1 on, and update the records.
-
-    `out_tokens` is [bs, B] int64, of which the first `accept_len` ([bs] int32) + 1 tokens count. Tokens
-    beyond are written too, without a meaning; the history has columns for them. `lengths` come from
-    `choose_copies`. `was_drafted` is True if tokens that were not copied came from the draft.
-
-    One launch on CUDA, without host synchronisation.
-    """
-    run = append_tokens_triton if history.is_cuda else append_tokens_torch
-    run(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted)
-
-
-# -- the twins
-
-
-def find_match_torch(history, requests, seq_lens, bound):
-    """`find_match` in PyTorch; it synchronises with the host, so it is for the CPU."""
-    back = torch.arange(RULE.longest, device=history.device)
-    suffix = _look_back(history, requests, seq_lens, back)
-    text = history[requests, :bound]
-    is_earlier = torch.arange(bound, device=history.device) < seq_lens[:, None]
-    rows, ends = ((text == suffix[:, :1]) & is_earlier).nonzero(as_tuple=True)
-    found = _look_back(history, requests[rows], ends, back)
-    same = (found == suffix[rows]) & (found >= 0)
-    length = same.cumprod(dim=1).sum(dim=1)
-    keys = torch.where(length >= RULE.shortest, (length << 32) + ends, 0)
-    return torch.zeros_like(seq_lens).scatter_reduce_(0, rows, keys, "amax")[:, None]
-
-
-def _look_back(history, requests, ends, back):
-    """Gather the tokens up to `ends`, the last first; -1 before a text's beginning."""
-    positions = ends[:, None] - back
-    return torch.where(positions >= 0, history[requests[:, None], positions.clamp(min=0)], -1)
-
-
-def choose_copies_torch(history, records, requests, seq_lens, keys, block_size):
-    """`choose_copies` in PyTorch; it synchronises with the host, so it is for the CPU."""
-    copied = keys.new_full((len(keys), block_size), -1)
-    if not keys.any():
-        return copied, torch.zeros_like(seq_lens, dtype=torch.int32)
-    best_match = keys.amax(dim=1)
-    length, end = best_match >> 32, best_match & 0xFFFFFFFF
-    share = records[requests]
-    is_copied = (length > 0) & (_trust(length) * share[:, 0] >= share[:, 1])
-    step = torch.arange(block_size - 1, device=history.device)
-    positions = end[:, None] + 1 + step % (seq_lens - end).clamp(min=1)[:, None]
-    tokens = history[requests[:, None], positions].long()
-    is_valid = (tokens >= 0).cumprod(dim=1).bool()
-    copied[:, 1:] = torch.where(is_valid & is_copied[:, None], tokens, -1)
-    length = torch.where(is_valid[:, 0], length, 0)
-    return copied, torch.where(is_copied, length, -length).int()
+    inputs = records, requests, seq_lens, keys
+    assert all(t.is_contiguous() for t in inputs) and history.stride(1) == 1
+    bs, tiles = keys.shape
+    copied = keys.new_empty((bs, block_size))
+    lengths = keys.new_empty((bs,), dtype=torch.int32)
+    if bs:
+        choose_copies_kernel[(bs,)](
+            history=history,
+            records=records,
+            requests=requests,
+            seq_lens=seq_lens,
+            keys=keys,
+            copied=copied,
+            lengths=lengths,
+            stride=history.stride(0),
+            tiles=tiles,
+            block_size=block_size,
+            **_trust_options(),
+            PARTS=PARTS,
+            BLOCK=lanes(block_size),
+            num_warps=1,
+        )
+    return copied, lengths
 
 
 def append_tokens_torch(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted):
@@ -171,23 +190,46 @@ def append_tokens_torch(history, records, requests, seq_lens, out_tokens, accept
     records[requests] = torch.stack((copies, drafts), dim=1)
 
 
-def _trust(length):
-    trust = torch.where(length >= RULE.medium, RULE.trust_medium, RULE.trust_short)
-    return torch.where(length >= RULE.long, 1.0, trust)
+@with_twin(append_tokens_torch)
+def append_tokens(
+    history: torch.Tensor,
+    records: torch.Tensor,
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_tokens: torch.Tensor,
+    accept_len: torch.Tensor,
+    lengths: torch.Tensor,
+    was_drafted: bool,
+) -> None:
+    """Write a verified block's output from position n + 1 on, and update the records.
 
+    `out_tokens` is [bs, B] int64, of which the first `accept_len` ([bs] int32) + 1 tokens count. Tokens
+    beyond are written too, without a meaning; the history has columns for them. `lengths` come from
+    `choose_copies`. `was_drafted` is True if tokens that were not copied came from the draft.
 
-# -- the kernels
-
-
-def find_match_triton(history, requests, seq_lens, bound):
-    """`find_match` as a Triton kernel. Tensors contiguous, except the rows of the history."""
-    assert requests.is_contiguous() and seq_lens.is_contiguous() and history.stride(1) == 1
-    bs, tiles = seq_lens.numel(), max(1, triton.cdiv(bound, TILE))
-    keys = seq_lens.new_empty((bs, tiles))
-    options = dict(LONGEST=RULE.longest, SHORTEST=RULE.shortest, TILE=TILE, num_warps=8)
+    One launch on CUDA, without host synchronisation.
+    """
+    per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
+    assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
+    bs, verify_len = out_tokens.shape
     if bs:
-        find_match_kernel[(bs, tiles)](history, requests, seq_lens, keys, history.stride(0), tiles, **options)
-    return keys
+        append_tokens_kernel[(bs,)](
+            history=history,
+            records=records,
+            requests=requests,
+            seq_lens=seq_lens,
+            out_tokens=out_tokens,
+            accept_len=accept_len,
+            lengths=lengths,
+            stride=history.stride(0),
+            verify_len=verify_len,
+            drafts_follow=RULE.drafts_follow if was_drafted else 0.0,
+            **_trust_options(),
+            COPIES_FOLLOW=RULE.copies_follow,
+            RETRY=RULE.retry,
+            BLOCK=lanes(verify_len),
+            num_warps=1,
+        )
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -216,29 +258,6 @@ def find_match_kernel(
         length += is_same.to(tl.int64)
     key = tl.where(length >= SHORTEST, (length << 32) + end, 0)
     tl.store(keys + number * tiles + tile, tl.max(key, axis=0))
-
-
-def choose_copies_triton(history, records, requests, seq_lens, keys, block_size):
-    """`choose_copies` as a Triton kernel. Tensors contiguous, except the rows of the history."""
-    inputs = records, requests, seq_lens, keys
-    assert all(t.is_contiguous() for t in inputs) and history.stride(1) == 1
-    bs, tiles = keys.shape
-    copied = keys.new_empty((bs, block_size))
-    lengths = keys.new_empty((bs,), dtype=torch.int32)
-    options = dict(PARTS=PARTS, BLOCK=lanes(block_size), num_warps=1)
-    if bs:
-        choose_copies_kernel[(bs,)](
-            history,
-            *inputs,
-            copied,
-            lengths,
-            history.stride(0),
-            tiles,
-            block_size,
-            **_trust_options(),
-            **options,
-        )
-    return copied, lengths
 
 
 def _trust_options() -> dict[str, int | float]:
@@ -297,23 +316,6 @@ def choose_copies_kernel(
     tl.store(copied + number * block_size + slot, token.to(tl.int64), mask=slot < block_size)
     length = tl.where(stop > 1, length, 0)
     tl.store(lengths + number, tl.where(is_copied, length, -length))
-
-
-def append_tokens_triton(history, records, requests, seq_lens, out_tokens, accept_len, lengths, was_drafted):
-    """`append_tokens` as a Triton kernel. Tensors contiguous, except the rows of the history."""
-    per_request = records, requests, seq_lens, out_tokens, accept_len, lengths
-    assert all(t.is_contiguous() for t in per_request) and history.stride(1) == 1
-    bs, verify_len = out_tokens.shape
-    drafts_follow = RULE.drafts_follow if was_drafted else 0.0
-    rates = dict(COPIES_FOLLOW=RULE.copies_follow, RETRY=RULE.retry)
-    if bs:
-        append_tokens_kernel[(bs,)](
-            *(history, *per_request, history.stride(0), verify_len, drafts_follow),
-            **_trust_options(),
-            **rates,
-            BLOCK=lanes(verify_len),
-            num_warps=1,
-        )
 
 
 @triton.jit(do_not_specialize=["verify_len"])

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
 from sglang_dflash.kernels.ops.speculative.block import PADDING_SLOT
 
 
@@ -41,32 +42,6 @@ class Rows(NamedTuple):
     start: torch.Tensor  # [bs], the first row
 
 
-def prepare_rows(
-    requests: torch.Tensor,
-    seq_lens: torch.Tensor,
-    pending: Pending,
-    tables: RowTables,
-    fused_mask: torch.Tensor,
-    fused: torch.Tensor,
-    first_drafting: torch.Tensor,
-) -> Rows:
-    """Build blocks of committed rows, pending rows, mask rows and idle rows.
-
-    One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
-
-    Args:
-        requests: [bs] int64, rows of the tables.
-        seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
-        pending: rows to run. Notes that they were.
-        tables: of target and draft. The draft's is written for the rows of the block.
-        fused_mask: [hidden], the fused state of mask rows.
-        fused: [bs * D, hidden], written in place, as a CUDA graph reads this address.
-        first_drafting: [bs] int64, written in place as well.
-    """
-    run = prepare_rows_triton if seq_lens.is_cuda else prepare_rows_torch
-    return run(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting)
-
-
 def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> Rows:
     """`prepare_rows` in PyTorch, on any device."""
     block_size = pending.tokens.shape[1]
@@ -97,24 +72,67 @@ def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, f
     return Rows(tokens, rows, cache_loc, start)
 
 
-def prepare_rows_triton(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> Rows:
-    """`prepare_rows` as a Triton kernel. Tensors contiguous, except the rows of the tables."""
+@with_twin(prepare_rows_torch)
+def prepare_rows(
+    requests: torch.Tensor,
+    seq_lens: torch.Tensor,
+    pending: Pending,
+    tables: RowTables,
+    fused_mask: torch.Tensor,
+    fused: torch.Tensor,
+    first_drafting: torch.Tensor,
+) -> Rows:
+    """Build blocks of committed rows, pending rows, mask rows and idle rows.
+
+    One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
+
+    Args:
+        requests: [bs] int64, rows of the tables.
+        seq_lens: [bs] int64, committed lengths n: rows 0 .. n - 1 are verified.
+        pending: rows to run. Notes that they were.
+        tables: of target and draft. The draft's is written for the rows of the block.
+        fused_mask: [hidden], the fused state of mask rows.
+        fused: [bs * D, hidden], written in place, as a CUDA graph reads this address.
+        first_drafting: [bs] int64, written in place as well.
+    """
     inputs = *(requests, seq_lens, pending.tokens, pending.fused, pending.count, pending.was_run), fused_mask
     assert all(tensor.is_contiguous() for tensor in (*inputs, fused, first_drafting))
-    source, table, last_start = tables.source, tables.table, tables.last_start
+    source, table = tables.source, tables.table
     assert source.stride(1) == table.stride(1) == 1
     bs, block_size, hidden = requests.numel(), pending.tokens.shape[1], pending.fused.shape[2]
     num_rows = 2 * (block_size - 1)
     tokens = seq_lens.new_empty((bs, num_rows))
     out = Rows(
-        tokens, torch.empty_like(tokens), tokens.new_empty((bs * num_rows,)), torch.empty_like(seq_lens)
+        tokens=tokens,
+        positions=torch.empty_like(tokens),
+        cache_loc=tokens.new_empty((bs * num_rows,)),
+        start=torch.empty_like(seq_lens),
     )
-    tensors = *inputs, source, table, *out, fused, first_drafting
-    strides = source.stride(0), table.stride(0), source.shape[1]
-    sizes = tables.mask_token_id, block_size, hidden, last_start
-    options = dict(PADDING=PADDING_SLOT, TILE=_tile(hidden), num_warps=4)
     if bs:
-        prepare_rows_kernel[(bs, num_rows)](*tensors, *strides, *sizes, **options)
+        prepare_rows_kernel[(bs, num_rows)](
+            requests=requests,
+            seq_lens=seq_lens,
+            pending_tokens=pending.tokens,
+            pending_fused=pending.fused,
+            pending_count=pending.count,
+            pending_was_run=pending.was_run,
+            fused_mask=fused_mask,
+            source=source,
+            table=table,
+            **out._asdict(),
+            fused=fused,
+            first_drafting=first_drafting,
+            source_stride=source.stride(0),
+            table_stride=table.stride(0),
+            source_width=source.shape[1],
+            mask_token_id=tables.mask_token_id,
+            block_size=block_size,
+            hidden=hidden,
+            last_start=tables.last_start,
+            PADDING=PADDING_SLOT,
+            TILE=_tile(hidden),
+            num_warps=4,
+        )
     return out
 
 
@@ -185,6 +203,23 @@ def prepare_rows_kernel(
         tl.store(fused + out * hidden + channel, tl.where(is_pending, state, mask_state), mask=inside)
 
 
+def append_rows_torch(requests, accept_len, out_tokens, fused, slots, pending) -> None:
+    """`append_rows` in PyTorch, for a CPU: on a GPU it waits."""
+    verify_len = out_tokens.shape[1]
+    number, slot = (torch.arange(verify_len, device=requests.device) <= accept_len[:, None]).nonzero(
+        as_tuple=True
+    )
+    request = requests[number]
+    before = torch.where(pending.was_run[requests] > 0, 0, pending.count[requests])
+    column = before[number] + slot
+    pending.tokens[request, column] = out_tokens[number, slot]
+    pending.fused[request, column] = fused[
+        number * verify_len + slot if slots is None else slots[number, slot]
+    ]
+    pending.count[requests], pending.was_run[requests] = before + accept_len + 1, 0
+
+
+@with_twin(append_rows_torch)
 def append_rows(
     requests: torch.Tensor,
     accept_len: torch.Tensor,
@@ -205,35 +240,28 @@ def append_rows(
         slots: [bs, w] int64, row of each slot. None: slots in their order.
         pending: rows to write to.
     """
-    run = append_rows_triton if requests.is_cuda else append_rows_torch
-    run(requests, accept_len, out_tokens, fused, slots, pending)
-
-
-def append_rows_torch(requests, accept_len, out_tokens, fused, slots, pending) -> None:
-    """`append_rows` in PyTorch, for a CPU: on a GPU it waits."""
-    verify_len = out_tokens.shape[1]
-    number, slot = (torch.arange(verify_len, device=requests.device) <= accept_len[:, None]).nonzero(
-        as_tuple=True
-    )
-    request = requests[number]
-    before = torch.where(pending.was_run[requests] > 0, 0, pending.count[requests])
-    column = before[number] + slot
-    pending.tokens[request, column] = out_tokens[number, slot]
-    pending.fused[request, column] = fused[
-        number * verify_len + slot if slots is None else slots[number, slot]
-    ]
-    pending.count[requests], pending.was_run[requests] = before + accept_len + 1, 0
-
-
-def append_rows_triton(requests, accept_len, out_tokens, fused, slots, pending) -> None:
-    """`append_rows` as a Triton kernel. Tensors contiguous."""
     rows = pending.tokens, pending.fused, pending.count, pending.was_run
     tensors = requests, accept_len, out_tokens, fused, *rows
     assert all(tensor.is_contiguous() for tensor in tensors) and (slots is None or slots.is_contiguous())
     bs, verify_len = out_tokens.shape
-    sizes = verify_len, pending.tokens.shape[1], pending.fused.shape[2]
+    hidden = pending.fused.shape[2]
     if bs:
-        append_rows_kernel[(bs,)](*tensors, slots, *sizes, TILE=_tile(sizes[-1]), num_warps=4)
+        append_rows_kernel[(bs,)](
+            requests=requests,
+            accept_len=accept_len,
+            out_tokens=out_tokens,
+            fused=fused,
+            pending_tokens=pending.tokens,
+            pending_fused=pending.fused,
+            pending_count=pending.count,
+            pending_was_run=pending.was_run,
+            slots=slots,
+            verify_len=verify_len,
+            block_size=pending.tokens.shape[1],
+            hidden=hidden,
+            TILE=_tile(hidden),
+            num_warps=4,
+        )
 
 
 @triton.jit(do_not_specialize=["verify_len"])

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
 from sglang_dflash.kernels.ops.speculative.block import lanes
 
 
@@ -37,6 +38,27 @@ class PenaltyTerms(NamedTuple):
         return torch.where(counts > 0, self.repetition, 1.0)
 
 
+def penalize_block_torch(logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None):
+    """Run `penalize_block` in PyTorch, on any device."""
+    bs, block_size = block.shape
+    counts, one = counts[requests], counts.new_ones((bs, 1))
+    if starts is None:
+        starts = torch.arange(bs, device=block.device) * block_size
+        max_accept = torch.full_like(starts, block_size - 1)
+    for k in range(block_size):
+        if k > 0:
+            counts.scatter_add_(1, block[:, k : k + 1], one)
+        # Requests that do not verify this slot look at their last row, and leave it alone.
+        row = starts + max_accept.clamp(max=k)
+        old = logits[row]
+        # The block's first token, at position seq_lens, has been emitted too.
+        new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
+        scaling = terms.scaling(counts)
+        new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
+        logits[row] = torch.where((k <= max_accept)[:, None], new, old)
+
+
+@with_twin(penalize_block_torch)
 def penalize_block(
     logits: torch.Tensor,
     block: torch.Tensor,
@@ -64,40 +86,26 @@ def penalize_block(
             verifies its block.
         max_accept: [bs] int32, verified drafted tokens. None, with `starts`.
     """
-    run = penalize_block_triton if logits.is_cuda else penalize_block_torch
-    run(logits, block, counts, requests, seq_lens, terms, starts, max_accept)
-
-
-def penalize_block_torch(logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None):
-    """Run `penalize_block` in PyTorch, on any device."""
-    bs, block_size = block.shape
-    counts, one = counts[requests], counts.new_ones((bs, 1))
-    if starts is None:
-        starts = torch.arange(bs, device=block.device) * block_size
-        max_accept = torch.full_like(starts, block_size - 1)
-    for k in range(block_size):
-        if k > 0:
-            counts.scatter_add_(1, block[:, k : k + 1], one)
-        # Requests that do not verify this slot look at their last row, and leave it alone.
-        row = starts + max_accept.clamp(max=k)
-        old = logits[row]
-        # The block's first token, at position seq_lens, has been emitted too.
-        new = (old + terms.additive(counts, seq_lens + 1 + k)).to(old.dtype)
-        scaling = terms.scaling(counts)
-        new = torch.where(new > 0, new / scaling, new * scaling).to(old.dtype)
-        logits[row] = torch.where((k <= max_accept)[:, None], new, old)
-
-
-def penalize_block_triton(logits, block, counts, requests, seq_lens, terms, starts=None, max_accept=None):
-    """Run `penalize_block` as a Triton kernel. Tensors contiguous, except the logits' rows."""
     inputs = counts, block, requests, seq_lens, *terms
     assert all(tensor is None or tensor.is_contiguous() for tensor in inputs) and logits.stride(1) == 1
     (bs, verify_len), vocabulary, tile = block.shape, counts.shape[1], 1024
     assert logits.shape[1] == vocabulary and (starts is not None or logits.shape[0] == bs * verify_len)
-    tensors = logits, *inputs, starts, max_accept
-    sizes = logits.stride(0), vocabulary, verify_len
     if bs:
-        penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](*tensors, *sizes, TILE=tile, num_warps=4)
+        penalize_block_kernel[(bs, triton.cdiv(vocabulary, tile))](
+            logits=logits,
+            counts=counts,
+            block=block,
+            requests=requests,
+            seq_lens=seq_lens,
+            **terms._asdict(),
+            starts=starts,
+            max_accept=max_accept,
+            logits_stride=logits.stride(0),
+            vocabulary=vocabulary,
+            verify_len=verify_len,
+            TILE=tile,
+            num_warps=4,
+        )
 
 
 # Columns of one copy: their alignment depends on the number of requests.
@@ -159,6 +167,13 @@ def penalize_block_kernel(
         logits += logits_stride
 
 
+def count_tokens_torch(counts, requests, tokens, accept_len):
+    """Run `count_tokens` in PyTorch, on any device."""
+    is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
+    counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())
+
+
+@with_twin(count_tokens_torch)
 def count_tokens(
     counts: torch.Tensor, requests: torch.Tensor, tokens: torch.Tensor, accept_len: torch.Tensor
 ) -> None:
@@ -172,28 +187,16 @@ def count_tokens(
         tokens: [bs, B] int64.
         accept_len: [bs] int32.
     """
-    run = count_tokens_triton if tokens.is_cuda else count_tokens_torch
-    run(counts, requests, tokens, accept_len)
-
-
-def count_tokens_torch(counts, requests, tokens, accept_len):
-    """Run `count_tokens` in PyTorch, on any device."""
-    is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
-    counts[requests] = counts[requests].scatter_add_(1, tokens, is_output.int())
-
-
-def count_tokens_triton(counts, requests, tokens, accept_len):
-    """Run `count_tokens` as a Triton kernel. Tensors contiguous."""
     assert all(tensor.is_contiguous() for tensor in (counts, requests, tokens, accept_len))
     bs, verify_len = tokens.shape
     if bs:
         count_tokens_kernel[(bs,)](
-            counts,
-            requests,
-            tokens,
-            accept_len,
-            counts.shape[1],
-            verify_len,
+            counts=counts,
+            requests=requests,
+            tokens=tokens,
+            accept_len=accept_len,
+            vocabulary=counts.shape[1],
+            verify_len=verify_len,
             BLOCK=lanes(verify_len),
             num_warps=1,
         )

@@ -29,18 +29,23 @@ def walk_blocks_triton(
     accept_len = block.new_empty((bs,), dtype=torch.int32)
     weight = block.new_empty((bs,), dtype=torch.float64)
     tile = min(triton.next_power_of_2(candidates), 1024)
-    options = dict(RULE=rule, TILE=tile, num_warps=max(1, min(8, tile // 128)))
     if bs:
         walk_blocks_kernel[(bs,)](
-            *tensors,
-            starts,
-            max_accept,
-            accept_len,
-            weight,
-            verify_len,
-            candidates,
-            target_probs.shape[-1],
-            **options,
+            block=block,
+            target_probs=target_probs,
+            draft_ids=draft_ids,
+            draft_probs=draft_probs,
+            accept_uniforms=accept_uniforms,
+            starts=starts,
+            max_accept=max_accept,
+            accept_len=accept_len,
+            weight=weight,
+            verify_len=verify_len,
+            candidates=candidates,
+            vocabulary=target_probs.shape[-1],
+            RULE=rule,
+            TILE=tile,
+            num_warps=max(1, min(8, tile // 128)),
         )
     return accept_len, weight
 

@@ -44,21 +44,35 @@ def walk_triton(
     (bs, slots, count), rank = candidates.ids.shape, candidates.gate.shape[2]
     tokens = candidates.ids.new_empty((bs, slots))
     probs: torch.Tensor | None = None
-    sampling: tuple[torch.Tensor | None, ...] = (None,) * 5
-    drawn_slots = 0
     if draw is not None:
         probs = candidates.unary.new_empty((bs, slots, count), dtype=torch.float32)
-        sampling, drawn_slots = draw[:-1], draw.slots
-    codebooks = predecessor_codebook, successor_codebook
-    inputs = *candidates, anchors, *codebooks, *sampling, probs, tokens
-    tensors = [None if tensor is None else tensor.contiguous() for tensor in inputs]
     tile, width = triton.next_power_of_2(count), triton.next_power_of_2(rank)
-    options = dict(K=tile, R=width, num_warps=max(1, min(8, tile * width // 1024)))
     if bs:
-        # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused in
-        # one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
-        options["enable_fp_fusion"] = False
-        walk_kernel[(bs,)](*tensors, slots, count, rank, drawn_slots, **options)
+        walk_kernel[(bs,)](
+            ids=candidates.ids.contiguous(),
+            unary=candidates.unary.contiguous(),
+            gate=candidates.gate.contiguous(),
+            anchors=anchors.contiguous(),
+            predecessors=predecessor_codebook.contiguous(),
+            successors=successor_codebook.contiguous(),
+            temperatures=None if draw is None else draw.temperature.contiguous(),
+            top_ks=None if draw is None else draw.top_k.contiguous(),
+            top_ps=None if draw is None else draw.top_p.contiguous(),
+            min_ps=None if draw is None else draw.min_p.contiguous(),
+            uniforms=None if draw is None else draw.uniforms.contiguous(),
+            probs_out=probs,
+            tokens=tokens,
+            slots=slots,
+            candidates=count,
+            rank=rank,
+            drawn_slots=0 if draw is None else draw.slots,
+            K=tile,
+            R=width,
+            num_warps=max(1, min(8, tile * width // 1024)),
+            # The compiler may keep the scores in two layouts, each computed for itself. A multiply-add fused
+            # in one of them only makes a candidate more likely than itself (seen on an H100 with rank 1).
+            enable_fp_fusion=False,
+        )
     return tokens, probs
 
 

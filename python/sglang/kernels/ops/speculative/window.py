@@ -4,7 +4,21 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels.ops.speculative._twin import with_twin
 
+
+def prepare_window_torch(seq_lens, requests, source, table, size, page, columns) -> torch.Tensor:
+    """`prepare_window` in PyTorch, on any device."""
+    start = (seq_lens - size).clamp_(min=0)
+    if page > 1:
+        start -= start % page
+    column = torch.arange(columns, device=seq_lens.device)
+    positions = (start[:, None] + column).clamp_(max=source.shape[1] - 1)
+    table[requests, :columns] = source[requests[:, None], positions]
+    return seq_lens - start
+
+
+@with_twin(prepare_window_torch)
 def prepare_window(
     seq_lens: torch.Tensor,
     requests: torch.Tensor,
@@ -31,30 +45,24 @@ def prepare_window(
     Returns:
         n - start, [bs] int64: the number of committed columns.
     """
-    run = prepare_window_triton if seq_lens.is_cuda else prepare_window_torch
-    return run(seq_lens, requests, source, table, size, page, columns)
-
-
-def prepare_window_torch(seq_lens, requests, source, table, size, page, columns) -> torch.Tensor:
-    """`prepare_window` in PyTorch, on any device."""
-    start = (seq_lens - size).clamp_(min=0)
-    if page > 1:
-        start -= start % page
-    column = torch.arange(columns, device=seq_lens.device)
-    positions = (start[:, None] + column).clamp_(max=source.shape[1] - 1)
-    table[requests, :columns] = source[requests[:, None], positions]
-    return seq_lens - start
-
-
-def prepare_window_triton(seq_lens, requests, source, table, size, page, columns) -> torch.Tensor:
-    """`prepare_window` as a Triton kernel. Tensors contiguous, except the rows of the tables."""
     assert seq_lens.is_contiguous() and requests.is_contiguous() and source.stride(1) == table.stride(1) == 1
     committed = torch.empty_like(seq_lens)
     bs, tile = seq_lens.numel(), min(triton.next_power_of_2(columns), 1024)
-    sizes = source.stride(0), table.stride(0), source.shape[1], size, page, columns
     if bs:
         prepare_window_kernel[(bs, triton.cdiv(columns, tile))](
-            seq_lens, requests, source, table, committed, *sizes, TILE=tile, num_warps=4
+            seq_lens=seq_lens,
+            requests=requests,
+            source=source,
+            table=table,
+            committed=committed,
+            source_stride=source.stride(0),
+            table_stride=table.stride(0),
+            source_width=source.shape[1],
+            size=size,
+            page=page,
+            columns=columns,
+            TILE=tile,
+            num_warps=4,
         )
     return committed
 
