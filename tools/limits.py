@@ -308,8 +308,6 @@ def fallback_rules() -> str:
     requested: dict[str, Any] = {
         "COPY_AHEAD": 1,
         "DRAFT_SAMPLE_METHOD": "probabilistic",
-        "DRAFT_TEMPERATURE_SCALE": 0.5,
-        "DRAFT_SAMPLED_SLOTS": 1,
         "DRAFT_HEAD_DTYPE": "fp8",
         "PLANS_WITHIN_BOUNDS": 1,
         "SIMULATE_ACC_LENS": "4,2",

@@ -68,12 +68,6 @@ class DFlashOptions:
     STRICT = _switch("SGLANG_DFLASH_STRICT")
     # --speculative-draft-sample-method, as it was given: SGLang's own field has no name for who asked.
     DRAFT_SAMPLE_METHOD: Option[str | None] = Option("SGLANG_DFLASH_DRAFT_SAMPLE_METHOD", None, str)
-    # --speculative-draft-temperature-scale: the draft's temperature as a multiple of the request's.
-    DRAFT_TEMPERATURE_SCALE = Option("SGLANG_DFLASH_DRAFT_TEMPERATURE_SCALE", 1.0, float, "a number")
-    # --speculative-draft-sampled-slots: slots of a block that are sampled, from the first one on; None: all.
-    DRAFT_SAMPLED_SLOTS: Option[int | None] = Option(
-        "SGLANG_DFLASH_DRAFT_SAMPLED_SLOTS", None, int, "an integer"
-    )
     # --speculative-draft-head-dtype: "fp8" drafts with an FP8 copy of the LM head.
     DRAFT_HEAD_DTYPE = Option(
         "SGLANG_DFLASH_DRAFT_HEAD_DTYPE",

@@ -71,12 +71,10 @@ CASES = (
 DRAFTING = {
     "greedy": dflash_arguments(),
     "probabilistic": [*dflash_arguments(), "--speculative-draft-sample-method", "probabilistic"],
-    # A reduced vocabulary, a sharper draft, and greedy drafts in the deeper slots.
+    # A reduced vocabulary.
     "probabilistic, speculators": [
         *dflash_arguments(SPECULATORS_DRAFT),
         "--speculative-use-rejection-sampling",
-        "--speculative-draft-temperature-scale=0.6",
-        "--speculative-draft-sampled-slots=3",
     ],
 }
 
@@ -91,7 +89,7 @@ def prompts() -> list[tuple[int, ...]]:
 Answers = list[tuple[Job, Answer]]
 
 
-# The speculators draft draws by the same rule as DFlash's, with more options. test_sampled_sequences.py has
+# The speculators draft draws by the same rule as DFlash's. test_sampled_sequences.py has
 # DFlash's draws in the normal lane.
 @pytest.fixture(
     scope="module",

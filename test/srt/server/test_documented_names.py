@@ -58,7 +58,6 @@ FLAGS = {
     "engine/test_hybrid_eviction.py": ("--mamba-radix-cache-strategy",),
     "engine/test_sampled_requests.py": (
         *("--speculative-draft-sample-method", "--speculative-use-rejection-sampling"),
-        *("--speculative-draft-sampled-slots", "--speculative-draft-temperature-scale"),
     ),
     "long/test_dp_attention.py": (
         *("--dist-init-addr", "--dp-size", "--enable-dp-attention", "--enable-dp-lm-head", "--tp-size"),

@@ -210,9 +210,7 @@ def random_walk(
     return Candidates(ids, unary, normal(bs, slots, rank)), anchors, *codebooks
 
 
-def drawing(
-    bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, drawn_slots=None, seed=3
-) -> Draw:
+def drawing(bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, seed=3) -> Draw:
     uniforms = torch.rand(bs, slots, generator=torch.Generator().manual_seed(seed))
     number = torch.full((bs,), 1.0)
     return Draw(
@@ -221,7 +219,6 @@ def drawing(
         top_p=number * top_p,
         min_p=number * min_p,
         uniforms=uniforms,
-        slots=slots if drawn_slots is None else drawn_slots,
     )
 
 

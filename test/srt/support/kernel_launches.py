@@ -120,13 +120,12 @@ def launch_block_conv(bs=4, width=8):
 
 
 def launch_selector_walk(draws: bool, bs=4, width=16):
-    """Launch for blocks of 16, of which `width` - 1 tokens are drawn."""
     shape = bs, 15, 16
     found = selector_walk.Candidates(
         torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(bs, 15, 256, dtype=BF16)
     )
     books, floats = torch.zeros(1000, 256, dtype=BF16), torch.zeros(bs)
-    draw = selector_walk.Draw(*(floats, floats.int(), floats, floats), torch.zeros(bs, 15), width - 1)
+    draw = selector_walk.Draw(*(floats, floats.int(), floats, floats), torch.zeros(bs, 15))
     anchors = torch.zeros(bs, dtype=torch.int64)
     selector_walk.walk_triton(found, anchors, books, books, draw if draws else None)
 

@@ -120,8 +120,6 @@ def _forbidding_options() -> list[str]:
     options = (
         ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD),
         ("--speculative-draft-sample-method", DFlashOptions.DRAFT_SAMPLE_METHOD),
-        ("--speculative-draft-temperature-scale", DFlashOptions.DRAFT_TEMPERATURE_SCALE),
-        ("--speculative-draft-sampled-slots", DFlashOptions.DRAFT_SAMPLED_SLOTS),
         ("--speculative-draft-head-dtype", DFlashOptions.DRAFT_HEAD_DTYPE),
         ("--speculative-plans-within-bounds", DFlashOptions.PLANS_WITHIN_BOUNDS),
         (DFlashOptions.SIMULATE_ACC_LENS.variable, DFlashOptions.SIMULATE_ACC_LENS),

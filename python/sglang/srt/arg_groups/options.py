@@ -106,20 +106,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("greedy", "probabilistic"),
     )
     add(
-        "--speculative-draft-temperature-scale",
-        "Probabilistic drafting: the draft's temperature, as a multiple of the request's. Always lossless.",
-        action=_SetOption,
-        dest="DRAFT_TEMPERATURE_SCALE",
-        type=float,
-    )
-    add(
-        "--speculative-draft-sampled-slots",
-        "Probabilistic drafting: draw only this many tokens of a block, and take the argmax after them.",
-        action=_SetOption,
-        dest="DRAFT_SAMPLED_SLOTS",
-        type=int,
-    )
-    add(
         "--speculative-draft-head-dtype",
         "LM head used for drafting: as it is (default), or an FP8 copy of half the size (sm_89 and later). "
         "Lossless: verification uses the head as it is.",

@@ -30,7 +30,6 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.quantization import quantization_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.targets.kinds import find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
@@ -115,7 +114,6 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
 
     args = resolving_view(server_args)
     _warn_of_ignored_flags(args)
-    DraftSampling.from_environment()  # refuse a bad value before the workers read it
     target_config, draft = configs
     target_model = model_config_of(server_args)
     differing = differences(draft, target_config, target_model.context_len)

@@ -57,22 +57,21 @@ def walk_torch(
         if draw is None:
             chosen = scores.argmax(dim=1)
         else:
-            probs.append(slot_probs(scores, draw, is_drawn=slot < draw.slots))
+            probs.append(slot_probs(scores, draw))
             chosen = draw_by_inverse_cdf(probs[-1], draw.uniforms[:, slot])
         previous = ids[:, slot].gather(1, chosen[:, None]).squeeze(1)
         tokens.append(previous)
     return torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None
 
 
-def slot_probs(scores: torch.Tensor, draw: Draw, is_drawn: bool) -> torch.Tensor:
+def slot_probs(scores: torch.Tensor, draw: Draw) -> torch.Tensor:
     """Turn a slot's scores [bs, K], finite float32, into its conditional distribution."""
     # The largest score is subtracted before the division, whose divisor may be tiny.
     probs = ((scores - scores.amax(dim=1, keepdim=True)) / draw.temperature[:, None]).softmax(dim=1)
     ranked, order = probs.sort(dim=1, descending=True, stable=True)
     more_likely = ranked.cumsum(dim=1) - ranked
     position = torch.arange(scores.shape[1], device=scores.device)
-    top_k = draw.top_k[:, None] if is_drawn else 1
-    kept = (position < top_k) & (more_likely <= draw.top_p[:, None])
+    kept = (position < draw.top_k[:, None]) & (more_likely <= draw.top_p[:, None])
     kept &= (ranked >= ranked[:, :1] * draw.min_p[:, None]) | (position == 0)
     probs = torch.zeros_like(probs).scatter_(1, order, torch.where(kept, ranked, 0))
     return probs / probs.sum(dim=1, keepdim=True)

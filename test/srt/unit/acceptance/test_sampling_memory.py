@@ -13,7 +13,7 @@ from sglang_dflash.srt.speculative import warm_up
 from sglang_dflash.srt.speculative.acceptance.rejection import RULES
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
+from sglang_dflash.srt.speculative.drafters.sampling import draw_drafts
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
 GIGABYTE = 1 << 30
@@ -69,7 +69,7 @@ def draft() -> SimpleNamespace:
 
 def fill(draft: SimpleNamespace, rows: torch.Tensor, slots: VerifyLayout, _, info: SimpleNamespace):
     """Draw as `Drafter.fill` does."""
-    return draw_drafts(draft, rows, slots, info, DraftSampling())
+    return draw_drafts(draft, rows, slots, info)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -79,7 +79,7 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     info = sampling_info("meta")
     with Peak() as peak:
         hidden = torch.zeros(BS * (WIDTH - 1), HIDDEN, dtype=torch.bfloat16, device="meta")
-        drafted, probs = draw_drafts(draft, hidden, whole_blocks(BS, WIDTH - 1), info, DraftSampling())
+        drafted, probs = draw_drafts(draft, hidden, whole_blocks(BS, WIDTH - 1), info)
         rows = whole_blocks(BS, WIDTH)
         target, _ = target_probs(logits, info, rows)
         block = torch.cat((drafted[:, :1], drafted), dim=1)

@@ -220,8 +220,6 @@ def test_ours_serves_whatever_it_can(arguments):
         (DFlashOptions.PLANS_WITHIN_BOUNDS, "1", "--speculative-plans-within-bounds"),
         (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
         (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
-        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "0", "--speculative-draft-sampled-slots"),
-        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0.5", "--speculative-draft-temperature-scale"),
     ],
 )
 def test_what_only_ours_has_is_not_dropped_silently(option, value, flag, monkeypatch):

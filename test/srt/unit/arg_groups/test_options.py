@@ -8,7 +8,6 @@ import pytest
 from sglang_dflash.srt.arg_groups.options import add_flags, check_simulated_lens, resolve_adaptive
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
 from sglang_dflash.srt.environ import DFlashOptions, Option
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
@@ -43,27 +42,6 @@ def test_other_methods_are_refused_by_name(parser, method, capsys):
         parser.parse_args(["--speculative-draft-sample-method", method])
     complaint = capsys.readouterr().err
     assert "greedy" in complaint and "probabilistic" in complaint
-
-
-def test_settings_reach_every_process(parser):
-    assert DraftSampling.from_environment() == DraftSampling()
-    arguments = ["--speculative-draft-temperature-scale", "0.5", "--speculative-draft-sampled-slots", "0"]
-    parser.parse_args(arguments)
-    assert DraftSampling.from_environment() == DraftSampling(temperature_scale=0.5, sampled_slots=0)
-
-
-@pytest.mark.parametrize(
-    "option, value",
-    [
-        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "0"),
-        (DFlashOptions.DRAFT_TEMPERATURE_SCALE, "nan"),
-        (DFlashOptions.DRAFT_SAMPLED_SLOTS, "-1"),
-    ],
-)
-def test_impossible_settings(parser, monkeypatch, option, value):
-    monkeypatch.setenv(option.variable, value)
-    with pytest.raises(ValueError, match="must"):
-        DraftSampling.from_environment()
 
 
 @pytest.mark.parametrize(

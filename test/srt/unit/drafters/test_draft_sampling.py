@@ -8,10 +8,10 @@ from support.decisions import RULES, accept_by_rejection, accept_matching_prefix
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.drafters.sampling import ALL_SLOTS, DraftSampling, choose_tokens, likeliest
+from sglang_dflash.srt.speculative.drafters.sampling import choose_tokens, likeliest
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
-WHOLE = DraftSampling(candidates=1000)
+WHOLE = 1000  # candidates
 
 
 def dense(draft: DraftProbs, vocabulary: int) -> torch.Tensor:
@@ -19,7 +19,7 @@ def dense(draft: DraftProbs, vocabulary: int) -> torch.Tensor:
     return torch.zeros(*draft.ids.shape[:2], vocabulary).scatter(2, draft.ids, draft.probs)
 
 
-def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, sampling=WHOLE, d2t=None):
+def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, candidates=WHOLE, d2t=None):
     """Draft from logits [bs, B - 1, V]; parameters are shared, or lists with one per request."""
     bs, slots = logits.shape[:2]
     uniforms = torch.zeros(bs, slots) if uniforms is None else uniforms
@@ -28,8 +28,8 @@ def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, samp
         return torch.tensor(value if isinstance(value, list) else [value] * bs, dtype=dtype)
 
     temperature, top_k = column(temperature, torch.float32), column(top_k, torch.int32)
-    ids, probs = likeliest(logits.flatten(0, 1), temperature.repeat_interleave(slots), sampling)
-    return choose_tokens(ids, probs, top_k, column(top_p, torch.float32), uniforms, sampling, d2t)
+    ids, probs = likeliest(logits.flatten(0, 1), temperature.repeat_interleave(slots), candidates)
+    return choose_tokens(ids, probs, top_k, column(top_p, torch.float32), uniforms, d2t)
 
 
 def intended(
@@ -46,41 +46,40 @@ def intended(
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p, candidates, scale",
+    "temperature, top_k, top_p, candidates",
     [
-        (1.0, NO_LIMIT, 1.0, 1000, 1.0),
-        (0.7, NO_LIMIT, 1.0, 1000, 1.0),
-        (1.0, 4, 1.0, 1000, 1.0),
-        (1.0, NO_LIMIT, 0.7, 1000, 1.0),
-        (1.3, 5, 0.7, 1000, 1.0),
-        (1.0, 5, 0.9, 3, 1.0),
-        (1.0, NO_LIMIT, 1.0, 4, 0.5),
-        (2.0, 12, 0.0, 1000, 1.0),
-        (1.0, 1, 1.0, 1000, 1.0),
-        (100.0, NO_LIMIT, 1.0, 1000, 1.0),
-        (1e-6, NO_LIMIT, 1.0, 1000, 1.0),
+        (1.0, NO_LIMIT, 1.0, 1000),
+        (0.7, NO_LIMIT, 1.0, 1000),
+        (1.0, 4, 1.0, 1000),
+        (1.0, NO_LIMIT, 0.7, 1000),
+        (1.3, 5, 0.7, 1000),
+        (1.0, 5, 0.9, 3),
+        (1.0, NO_LIMIT, 1.0, 4),
+        (2.0, 12, 0.0, 1000),
+        (1.0, 1, 1.0, 1000),
+        (100.0, NO_LIMIT, 1.0, 1000),
+        (1e-6, NO_LIMIT, 1.0, 1000),
     ],
 )
-def test_the_distribution_is_the_intended_one(temperature, top_k, top_p, candidates, scale):
+def test_the_distribution_is_the_intended_one(temperature, top_k, top_p, candidates):
     logits = 3 * torch.randn(4, 3, 12, generator=torch.Generator().manual_seed(0))
-    sampling = DraftSampling(temperature_scale=scale, candidates=candidates)
-    _, draft = draw(logits, None, temperature, top_k, top_p, sampling)
+    _, draft = draw(logits, None, temperature, top_k, top_p, candidates)
     assert draft.probs.dtype == torch.float32
     assert draft.ids.shape == (4, 3, min(candidates, 12))
     expected = torch.stack(
-        [intended(row, temperature * scale, top_k, top_p, candidates) for row in logits.flatten(0, 1)]
+        [intended(row, temperature, top_k, top_p, candidates) for row in logits.flatten(0, 1)]
     )
     assert torch.allclose(dense(draft, 12).flatten(0, 1), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("sampling", [WHOLE, DraftSampling(0.5, 1, 3), DraftSampling(candidates=4)])
-def test_tokens_are_drawn_from_the_declared_distribution(sampling):
+@pytest.mark.parametrize("candidates", [WHOLE, 3, 4])
+def test_tokens_are_drawn_from_the_declared_distribution(candidates):
     """Uniforms are integrated exactly: a token's interval is as long as its probability."""
     logits = 2 * torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(1))
-    _, draft = draw(logits, None, 0.8, 4, 0.95, sampling)
+    _, draft = draw(logits, None, 0.8, 4, 0.95, candidates)
 
     def rank_at(levels):
-        tokens, again = draw(logits, levels, 0.8, 4, 0.95, sampling)
+        tokens, again = draw(logits, levels, 0.8, 4, 0.95, candidates)
         assert torch.equal(again.probs, draft.probs) and torch.equal(again.ids, draft.ids)
         return (draft.ids == tokens[..., None]).int().argmax(dim=2)
 
@@ -91,32 +90,14 @@ def test_tokens_are_drawn_from_the_declared_distribution(sampling):
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize(
-    "sampling", [WHOLE, DraftSampling(0.3), DraftSampling(sampled_slots=1), DraftSampling(0.5, 2, 2)]
-)
-def test_every_proposal_is_lossless(sampling, rule):
+@pytest.mark.parametrize("temperature, candidates", [(1.0, WHOLE), (0.3, WHOLE), (0.5, 2), (1.0, 1)])
+def test_every_proposal_is_lossless(temperature, candidates, rule):
     """Marginals as a DFlash draft has them, 4 tokens, 3 drafted slots; by enumeration."""
     target = random_case(5, 4, 4, "chain").target
     logits = 2 * torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(2))
-    probs = dense(draw(logits, sampling=sampling)[1], 4)[0].double()
+    probs = dense(draw(logits, temperature=temperature, candidates=candidates)[1], 4)[0].double()
     probs /= probs.sum(dim=1, keepdim=True)
     assert deviation(rule, Case(target, [probs[k].expand(4**k, 4) for k in range(3)])) < 1e-9
-
-
-def test_sharper_and_deeper():
-    """A lower temperature sharpens every slot; slots that are not sampled take the argmax."""
-    logits = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(3))
-    best = logits.argmax(dim=2)
-    plain = dense(draw(logits)[1], 9)
-    sharp = dense(draw(logits, sampling=DraftSampling(0.5))[1], 9)
-    squared = plain**2 / (plain**2).sum(dim=2, keepdim=True)
-    assert torch.allclose(sharp, squared, atol=1e-6)
-    uniforms = torch.full((2, 5), LAST)
-    tokens, draft = draw(logits, uniforms, sampling=DraftSampling(sampled_slots=2))
-    assert torch.equal(tokens[:, 2:], best[:, 2:])
-    assert torch.equal(dense(draft, 9)[:, 2:], torch.nn.functional.one_hot(best[:, 2:], 9).float())
-    assert torch.equal(tokens[:, :2], logits[:, :2].argmin(dim=2))
-    assert torch.allclose(dense(draft, 9)[:, :2], plain[:, :2])
 
 
 def test_greedy_requests_draft_the_argmax_next_to_others():
@@ -162,18 +143,14 @@ def test_a_draft_makes_sense(data):
         return data.draw(st.lists(st.sampled_from(values), min_size=bs, max_size=bs))
 
     parameters = each([1e-6, 0.3, 1.0, 100.0]), each([1, 2, 5, 1000, NO_LIMIT]), each([0.0, 0.5, 0.999, 1.0])
-    sampling = DraftSampling(
-        data.draw(st.sampled_from([0.1, 1.0])),
-        data.draw(st.sampled_from([ALL_SLOTS, 0, 2])),
-        data.draw(st.sampled_from([1, 3, 1000])),
-    )
-    tokens, draft = draw(logits, uniforms, *parameters, sampling)
+    candidates = data.draw(st.sampled_from([1, 3, WHOLE]))
+    tokens, draft = draw(logits, uniforms, *parameters, candidates)
     assert (tokens.shape, tokens.dtype) == ((bs, slots), torch.int64)
     anything = torch.full((bs, slots + 1, vocabulary), 1 / vocabulary)
     assert is_valid(torch.nn.functional.pad(tokens, (1, 0)), anything, draft).all()
     for row in range(bs):
         mine = slice(row, row + 1)
-        alone, own = draw(logits[mine], uniforms[mine], *[p[mine] for p in parameters], sampling)
+        alone, own = draw(logits[mine], uniforms[mine], *[p[mine] for p in parameters], candidates)
         assert torch.equal(alone, tokens[mine]) and torch.equal(own.probs, draft.probs[mine])
 
 

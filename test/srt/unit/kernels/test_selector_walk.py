@@ -56,7 +56,7 @@ def test_the_best_path_starts_at_the_anchor():
 def test_the_filters(temperature, top_k, top_p, min_p):
     """Compare with one joint filter on the unfiltered probabilities."""
     scores = 2 * torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    found = slot_probs(scores, drawing(8, 1, temperature, top_k, top_p, min_p), is_drawn=True)
+    found = slot_probs(scores, drawing(8, 1, temperature, top_k, top_p, min_p))
     for row, got in zip(scores, found):
         probs = (row.double() / temperature).softmax(dim=0)
         before, kept = 0.0, torch.zeros(6, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_paths_are_drawn_from_the_declared_probabilities():
     assert statistic < chi2.ppf(1 - 1e-6, len(likelihood))
 
 
-def test_greedy_requests_and_later_slots_take_the_best():
+def test_greedy_requests_take_the_best():
     case = random_walk(3, bs=2, slots=6, candidates=5, rank=3)
     best, _ = walk(*case)
     draw = drawing(2, 6, temperature=2.0)
@@ -104,8 +104,6 @@ def test_greedy_requests_and_later_slots_take_the_best():
     tokens, probs = walk(*case, draw)
     assert torch.equal(tokens[0], best[0]) and torch.equal(probs.probs[0].max(dim=1).values, torch.ones(6))
     assert not torch.equal(tokens[1], best[1])
-    tokens, probs = walk(*case, drawing(2, 6, temperature=2.0, drawn_slots=2))
-    assert torch.equal(probs.probs[:, 2:].max(dim=2).values, torch.ones(2, 4))
 
 
 def test_broken_logits_give_some_candidate():
@@ -123,7 +121,7 @@ def assert_same_walk(case, draw: Draw | None) -> None:
     want, want_probs = walk_torch(found, *rest, draw)
     found = Candidates(*(t.to(DEVICE) for t in found))
     if draw is not None:
-        draw = Draw(*(t.to(DEVICE) for t in draw[:-1]), draw.slots)
+        draw = Draw(*(t.to(DEVICE) for t in draw))
     got, got_probs = kernels.walk_triton(found, *(t.to(DEVICE) for t in rest), draw)
     assert torch.equal(got.cpu(), want) and got.dtype == want.dtype
     assert (got_probs is None) == (want_probs is None)
@@ -143,15 +141,10 @@ def assert_same_walk(case, draw: Draw | None) -> None:
     st.sampled_from([1, 3, NO_LIMIT]),
     st.sampled_from([0.0, 0.55, 1.0]),
     st.sampled_from([0.0, 0.2]),
-    st.integers(0, 4),
 )
-def test_the_walk_equals_its_twin(
-    seed, bs, slots, candidates, rank, draws, temperature, top_k, top_p, min_p, drawn_slots
-):
+def test_the_walk_equals_its_twin(seed, bs, slots, candidates, rank, draws, temperature, top_k, top_p, min_p):
     case = random_walk(seed, bs, slots, candidates, rank)
-    assert_same_walk(
-        case, drawing(bs, slots, temperature, top_k, top_p, min_p, drawn_slots, seed) if draws else None
-    )
+    assert_same_walk(case, drawing(bs, slots, temperature, top_k, top_p, min_p, seed) if draws else None)
 
 
 @against_twin
@@ -174,8 +167,8 @@ def test_broken_scores_equals_its_twin():
 
 
 @against_twin
-@pytest.mark.parametrize("drawn_slots", [None, 0, 3, 4])
-def test_ties_and_own_filters_equals_its_twin(drawn_slots):
+@pytest.mark.parametrize("draws", [False, True])
+def test_ties_and_own_filters_equals_its_twin(draws):
     """Equal scores fall to the first candidate, and each request has its own filters.
 
     Probabilities are quarters, and lie on the edges of top_p, of min_p and of the draws.
@@ -184,8 +177,8 @@ def test_ties_and_own_filters_equals_its_twin(drawn_slots):
     found.gate.zero_()
     found.unary[:] = torch.tensor([[1.0] * 4, [0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 1.0, 1.0], [1.0] * 4])
     draw = None
-    if drawn_slots is not None:
-        draw = drawing(8, 4, drawn_slots=drawn_slots)
+    if draws:
+        draw = drawing(8, 4)
         draw.temperature[:] = torch.tensor([1.0, 1.0, 1.0, 0.3, 2.0, 1.0, 1.0, 1.0])
         draw.top_k[:] = torch.tensor([NO_LIMIT, 1, 2, 3, NO_LIMIT, NO_LIMIT, NO_LIMIT, 3])
         draw.top_p[:] = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0, 0.25])

@@ -1,6 +1,6 @@
 """Walk of a DFlash2 selector in one launch; the rule is in `layers/candidate_selector.py`."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,7 +26,6 @@ class Draw(NamedTuple):
     top_p: torch.Tensor  # [bs] float
     min_p: torch.Tensor  # [bs] float
     uniforms: torch.Tensor  # [bs, S] in [0, 1)
-    slots: int  # number of slots that are sampled; later ones take the best
 
 
 def walk_triton(
@@ -44,7 +43,9 @@ def walk_triton(
     (bs, slots, count), rank = candidates.ids.shape, candidates.gate.shape[2]
     tokens = candidates.ids.new_empty((bs, slots))
     probs: torch.Tensor | None = None
+    sampling: dict[str, Any] = dict.fromkeys(Draw._fields)
     if draw is not None:
+        sampling = {name: tensor.contiguous() for name, tensor in draw._asdict().items()}
         probs = candidates.unary.new_empty((bs, slots, count), dtype=torch.float32)
     tile, width = triton.next_power_of_2(count), triton.next_power_of_2(rank)
     if bs:
@@ -55,17 +56,12 @@ def walk_triton(
             anchors=anchors.contiguous(),
             predecessors=predecessor_codebook.contiguous(),
             successors=successor_codebook.contiguous(),
-            temperatures=None if draw is None else draw.temperature.contiguous(),
-            top_ks=None if draw is None else draw.top_k.contiguous(),
-            top_ps=None if draw is None else draw.top_p.contiguous(),
-            min_ps=None if draw is None else draw.min_p.contiguous(),
-            uniforms=None if draw is None else draw.uniforms.contiguous(),
+            **sampling,
             probs_out=probs,
             tokens=tokens,
             slots=slots,
             candidates=count,
             rank=rank,
-            drawn_slots=0 if draw is None else draw.slots,
             K=tile,
             R=width,
             num_warps=max(1, min(8, tile * width // 1024)),
@@ -76,7 +72,7 @@ def walk_triton(
     return tokens, probs
 
 
-@triton.jit(do_not_specialize=["drawn_slots"])
+@triton.jit
 def walk_kernel(
     ids,
     unary,
@@ -84,17 +80,16 @@ def walk_kernel(
     anchors,
     predecessors,
     successors,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
     uniforms,
     probs_out,
     tokens,
     slots,
     candidates,
     rank,
-    drawn_slots,
     K: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -122,16 +117,15 @@ def walk_kernel(
         max_score = tl.max(scores, axis=0)
         chosen = tl.min(tl.where(scores == max_score, column, K), axis=0)
         if probs_out is not None:
-            probs = tl.exp((scores - max_score) / tl.load(temperatures + request))
+            probs = tl.exp((scores - max_score) / tl.load(temperature + request))
             probs /= tl.sum(probs, axis=0)
             # [i, j]: candidate j goes before candidate i.
             ahead = probs[None, :] > probs[:, None]
             ahead = ahead | ((probs[None, :] == probs[:, None]) & (column[None, :] < column[:, None]))
             position = tl.sum(ahead.to(tl.int32), axis=1)
             more_likely = tl.sum(tl.where(ahead, probs[None, :], 0), axis=1)
-            top_k = tl.where(slot < drawn_slots, tl.load(top_ks + request), 1)
-            kept = inside & (position < top_k) & (more_likely <= tl.load(top_ps + request))
-            kept = kept & ((probs >= tl.max(probs, axis=0) * tl.load(min_ps + request)) | (position == 0))
+            kept = inside & (position < tl.load(top_k + request)) & (more_likely <= tl.load(top_p + request))
+            kept = kept & ((probs >= tl.max(probs, axis=0) * tl.load(min_p + request)) | (position == 0))
             probs = tl.where(kept, probs, 0)
             probs /= tl.sum(probs, axis=0)
             tl.store(probs_out + row * candidates + column, probs, mask=inside)

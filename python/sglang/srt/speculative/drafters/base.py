@@ -16,7 +16,7 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, drafted_slots, whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
-from sglang_dflash.srt.speculative.drafters.sampling import DraftSampling, draw_drafts
+from sglang_dflash.srt.speculative.drafters.sampling import draw_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,6 @@ class Drafter(abc.ABC):
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner, self._model, self._block_size = draft_runner, draft_runner.model, block_size
         self.mask_token_id = self._model.mask_token_id
-        self._sampling = DraftSampling.from_environment()
         self._model.borrow_from_target(target_model.get_input_embeddings(), target_model.lm_head)
 
     @abc.abstractmethod
@@ -119,7 +118,7 @@ class Drafter(abc.ABC):
         """
         if sampling_info is None:
             return slots.unpack(self._model.draft_tokens(rows)), None
-        return draw_drafts(self._model, rows, slots, sampling_info, self._sampling)
+        return draw_drafts(self._model, rows, slots, sampling_info)
 
     def _complete(
         self, cycle: Cycle, hidden: torch.Tensor, sampling_info: Any, lengths: np.ndarray | None

@@ -253,5 +253,5 @@ class DFlash2Drafter(DFlashDrafter):
     ) -> tuple[torch.Tensor, DraftProbs | None]:
         draw = None
         if sampling_info is not None:
-            draw = selector_draw(sampling_info, self._sampling, candidates.ids.shape[1])
+            draw = selector_draw(sampling_info, candidates.ids.shape[1])
         return self._model.candidate_selector.walk(candidates, anchors, draw)
