@@ -9,9 +9,8 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, layer_inputs
+from sglang_dflash.srt.configs.draft_formats import check_draft_config, is_flat_peagle, layer_inputs
 from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 

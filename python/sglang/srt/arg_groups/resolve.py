@@ -10,7 +10,6 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from sglang_dflash.srt.arg_groups import draft_files
 from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
 from sglang_dflash.srt.arg_groups.options import (
     check_simulated_lens,
@@ -19,14 +18,17 @@ from sglang_dflash.srt.arg_groups.options import (
     simulates_one_length,
 )
 from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
-from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding
+from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
+from sglang_dflash.srt.configs.draft_formats import check_draft_config, remarks_on_config
 from sglang_dflash.srt.configs.draft_kinds import (
     check_draft_fits_target,
     differences,
     find_mask_token,
     read_draft_config,
 )
+from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
+from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import quantization_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
@@ -75,7 +77,7 @@ def prepare(server_args: Any) -> Configs | None:
         find_capture_method(target.get("architectures"))
     if fall_back_if_unsupported(server_args, find_unsupported(server_args)):
         return None
-    draft_files.check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
+    check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     configs = load_and_check_configs(args)
     if fall_back_if_unsupported(server_args, draft_attention_findings(args, configs.draft, configs.target)):
         return None
@@ -118,7 +120,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     target_model = model_config_of(server_args)
     differing = differences(draft, target_config, target_model.context_len)
     checkpoint = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    for text in (*draft_files.remarks_on_config(*checkpoint), *draft.assumed(), *differing):
+    for text in (*remarks_on_config(*checkpoint), *draft.assumed(), *differing.values()):
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
@@ -191,9 +193,25 @@ def load_and_check_configs(args: Any) -> Configs:
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
     quantization_of(draft, checkpoint)  # refuse what cannot be read
-    if draft_files.are_files_read(args):
-        draft_files.check_draft_tensors(checkpoint, draft, config, target_text.vocab_size)
+    if (args.speculative_draft_load_format or args.load_format) in ("auto", "safetensors", "pt"):
+        check_draft_tensors(checkpoint, draft, config, target_text.vocab_size)
     return Configs(target_text, config)
+
+
+def check_draft_tensors(
+    checkpoint: str, hf_config: Any, draft: DFlashDraftConfig, target_tokens: int | None = None
+) -> None:
+    """Raise DraftConfigError naming each tensor of a local checkpoint that does not fit.
+
+    The loader checks a hub id, whose files need not be here yet. `target_tokens` is the size of the target's
+    vocabulary, or None if it is the draft's.
+    """
+    if not os.path.isdir(os.path.expanduser(checkpoint)):
+        return
+    found = examine_tensors(hf_config, draft, tensors_of(checkpoint), checkpoint)
+    tokens = draft.vocab_size if target_tokens is None else target_tokens
+    if problems := [*found.problems, *vocabulary_problems(draft, tokens, found.shapes, **found.maps)]:
+        raise DraftConfigError(checkpoint, [*remarks_on_config(checkpoint), *draft.assumed(), *problems])
 
 
 def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -> None:

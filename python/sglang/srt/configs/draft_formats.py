@@ -8,7 +8,7 @@ token in its config. Sources: AWS's reader for Neuron (gpt-oss), NeMo AutoModel'
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import tensor_shapes
+from sglang_dflash.srt.configs.checkpoint import find_file, read_config, read_object, tensor_shapes
 from sglang_dflash.srt.configs.draft_config import NESTED_ONLY, DFlashDraftConfig, names_sliding_layers
 from sglang_dflash.srt.configs.draft_kinds import (
     PEAGLE_ARCHITECTURE,
@@ -24,6 +24,7 @@ from sglang_dflash.srt.configs.fields import (
     LayerFields,
     RopeFields,
     as_object,
+    assumed_values,
     first_name,
     is_int,
     shown,
@@ -43,6 +44,7 @@ from sglang_dflash.srt.configs.speculators_format import (
     speculators_ids_to_layer_outputs,
 )
 from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES, Unsupported, draft_findings, field_of
+from sglang_dflash.srt.environ import DFlashOptions
 
 FLAT_PEAGLE_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -232,3 +234,27 @@ def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
     elif not found and not problems:
         problems.append("mask_token_id is missing")
     return next(iter(found.values()), None)
+
+
+def check_draft_config(checkpoint: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Return a draft's flat config; None without a config.json. Raises ValueError for faults."""
+    path = find_file(checkpoint, revision)
+    if path is None:
+        return None  # SGLang has other formats, or reports it
+    try:
+        config = read_object(path)
+    except ValueError as error:
+        raise DraftConfigError(checkpoint, [str(error)]) from error
+    return flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
+
+
+def remarks_on_config(checkpoint: str, revision: str | None = None) -> list[str]:
+    """Say which values of layers config.json lacks, and which of its fields are not read."""
+    flat, config = check_draft_config(checkpoint, revision), read_config(checkpoint, revision)
+    if flat is None or config is None:
+        return []
+    unread = ", ".join(unread_fields(config))
+    return [
+        *assumed_values(flat),
+        *([f"config.json has fields that are not read: {unread}"] if unread else ()),
+    ]

@@ -279,31 +279,20 @@ def find_mask_token(
     return found
 
 
-def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int) -> list[str]:
-    """Say in what the draft was made for another target, which it serves all the same.
+def differences(draft: DFlashDraftConfig, target_text_config: Any, context_len: int = 0) -> dict[str, str]:
+    """Say by field where the draft was made for another target, which it serves.
 
     `context_len` is the number of tokens that a request may have.
     """
-    found = [depth_problem(draft, target_text_config), vocabulary_difference(draft, target_text_config)]
-    length = draft.max_position_embeddings
+    found, target = {}, target_text_config
+    trained, depth, length = draft.num_target_layers, target.num_hidden_layers, draft.max_position_embeddings
+    if trained not in (None, depth):
+        found["num_target_layers"] = f"is {trained}, but the target's num_hidden_layers is {depth}"
+    if draft.vocab_size != target.vocab_size:
+        found["vocab_size"] = f"is {draft.vocab_size}, but the target's vocab_size is {target.vocab_size}"
     if length is not None and length < context_len:
-        found.append(
-            f"max_position_embeddings is {length}, and requests may have {context_len} tokens: fewer drafted "
-            f"tokens may be accepted beyond {length}"
+        found["max_position_embeddings"] = (
+            f"is {length}, and requests may have {context_len} tokens: fewer drafted tokens may be accepted "
+            f"beyond {length}"
         )
-    return [text for text in found if text is not None]
-
-
-def vocabulary_difference(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
-    """Say that the draft was made for a vocabulary of another size, if so."""
-    if draft.vocab_size == target_text_config.vocab_size:
-        return None
-    return f"vocab_size is {draft.vocab_size}, but the target's vocab_size is {target_text_config.vocab_size}"
-
-
-def depth_problem(draft: DFlashDraftConfig, target_text_config: Any) -> str | None:
-    """Say that the draft was trained for a target of another depth, if so."""
-    trained, depth = draft.num_target_layers, target_text_config.num_hidden_layers
-    if trained in (None, depth):
-        return None
-    return f"num_target_layers is {trained}, but the target's num_hidden_layers is {depth}"
+    return {name: f"{name} {text}" for name, text in found.items()}

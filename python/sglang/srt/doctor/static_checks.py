@@ -12,7 +12,7 @@ import torch
 from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_formats import unread_fields
-from sglang_dflash.srt.configs.draft_kinds import depth_problem, vocabulary_difference
+from sglang_dflash.srt.configs.draft_kinds import differences
 from sglang_dflash.srt.configs.draft_tensors import vocabulary_problems
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.pair import (
@@ -103,7 +103,7 @@ def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
     problems = vocabulary_problems(config, tokens, pair.draft.tensors, d2t, t2d)
     yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
-    if difference := vocabulary_difference(config, pair.text_config):
+    if difference := differences(config, pair.text_config).get("vocab_size"):
         yield fault(difference, f"Unless only rows were added or cut off, {OR_OTHER_TARGET}")
     if problems or d2t is None or not config.has_own_vocabulary:
         return
@@ -168,7 +168,7 @@ def _check_mask_token(pair: Pair) -> Iterator[Finding]:
 def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
     config, depth = pair.config, pair.text_config.num_hidden_layers
     ids = config.target_layer_ids
-    if problem := depth_problem(config, pair.text_config):
+    if problem := differences(config, pair.text_config).get("num_target_layers"):
         yield fault(problem, config_advice(problem))
     if len(ids) < 2 or depth < 4 or config.num_target_layers not in (None, depth):
         return

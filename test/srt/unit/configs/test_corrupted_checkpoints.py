@@ -34,11 +34,10 @@ from support.faults import FAULTS, with_tensor, write_fault
 from support.packed_drafts import pack
 from transformers import Qwen3Config
 
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_config
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.configs.checkpoint import INDEX
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
+from sglang_dflash.srt.configs.draft_formats import check_draft_config, checkpoint_findings
 from sglang_dflash.srt.configs.draft_kinds import differences, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import value_problems
 from sglang_dflash.srt.configs.fields import assumed_values
@@ -317,7 +316,7 @@ def test_a_draft_may_be_shorter_than_its_target(name, targets, tmp_path):
     draft = read_draft_config(hf_config, "draft")
     text = SimpleNamespace(num_hidden_layers=draft.num_target_layers, vocab_size=draft.vocab_size)
     assert not differences(draft, text, 8)
-    assert "max_position_embeddings is 8" in differences(draft, text, 9)[-1]
+    assert "max_position_embeddings is 8" in differences(draft, text, 9)["max_position_embeddings"]
 
 
 @pytest.mark.parametrize(

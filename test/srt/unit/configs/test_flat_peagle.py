@@ -21,10 +21,9 @@ from support.engine import build
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo, tensors
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_config, check_draft_tensors
-from sglang_dflash.srt.arg_groups.resolve import choose_block_size
+from sglang_dflash.srt.arg_groups.resolve import check_draft_tensors, choose_block_size
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_formats import flatten_peagle, is_flat_peagle
+from sglang_dflash.srt.configs.draft_formats import check_draft_config, flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.draft_kinds import ALIASES, PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import normalize

@@ -15,7 +15,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
 from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
 
-from sglang_dflash.srt.arg_groups.draft_files import check_draft_tensors
+from sglang_dflash.srt.arg_groups.resolve import check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.fields import DraftConfigError
