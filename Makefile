@@ -80,6 +80,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/check_docstrings.py python
+	$(BIN)/python .ci/check_keywords.py python
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
 	$(BIN)/python tools/limits.py --check
 	$(BIN)/lint-imports

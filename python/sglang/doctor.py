@@ -143,7 +143,9 @@ def _measure(args, pair, prompts):
 
     dtype = getattr(torch, args.dtype)
     try:
-        observed = measure.observe(pair.target, prompts, args.max_new_tokens, args.device, dtype)
+        observed = measure.observe(
+            pair.target, prompts=prompts, max_new_tokens=args.max_new_tokens, device=args.device, dtype=dtype
+        )
         measured = measure.measure(pair, observed)
     except torch.OutOfMemoryError as error:
         raise BadInput(

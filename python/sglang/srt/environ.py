@@ -54,7 +54,8 @@ class Option(Generic[T]):
 
 
 def _switch(name: str, is_extra: bool = False) -> Option[bool]:
-    return Option(name, False, {"0": False, "1": True}.__getitem__, "1 or 0", is_extra)
+    parse = {"0": False, "1": True}.__getitem__
+    return Option(name, default=False, parse=parse, wanted="1 or 0", is_extra=is_extra)
 
 
 class DFlashOptions:
@@ -71,9 +72,9 @@ class DFlashOptions:
     # --speculative-draft-head-dtype: "fp8" drafts with an FP8 copy of the LM head.
     DRAFT_HEAD_DTYPE = Option(
         "SGLANG_DFLASH_DRAFT_HEAD_DTYPE",
-        "auto",
-        {"auto": "auto", "fp8": "fp8"}.__getitem__,
-        "auto or fp8",
+        default="auto",
+        parse={"auto": "auto", "fp8": "fp8"}.__getitem__,
+        wanted="auto or fp8",
         is_extra=True,
     )
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers

@@ -51,7 +51,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
         )
         declare_resolution(
             server_args,
-            SOURCE,
+            source=SOURCE,
             model_path=verifier,
             revision=None,  # --revision was the checkpoint's
             speculative_algorithm="DFLASH",
@@ -59,8 +59,12 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
             speculative_draft_model_revision=args.speculative_draft_model_revision or args.revision,
         )
     elif (algorithm := (args.speculative_algorithm or "").upper()) in _ALGORITHMS["peagle"]:
-        draft = args.speculative_draft_model_path, args.speculative_draft_model_revision
-        _record_target_depth(args.model_path, args.revision, *draft)
+        _record_target_depth(
+            args.model_path,
+            revision=args.revision,
+            draft=args.speculative_draft_model_path,
+            draft_revision=args.speculative_draft_model_revision,
+        )
         if algorithm != "DFLASH":
             _resolve_peagle(server_args, args)
     previous(server_args)

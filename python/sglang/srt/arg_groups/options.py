@@ -32,11 +32,11 @@ class _SetSampleMethod(argparse.Action):
         DFlashOptions.DRAFT_SAMPLE_METHOD.set(values)
 
 
-class _SetOption(argparse.Action):
-    """Set the option that the argument's `dest` names."""
+class _SetHeadDtype(argparse.Action):
+    """Set the option of the head's dtype."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        getattr(DFlashOptions, self.dest).set(values)
+        DFlashOptions.DRAFT_HEAD_DTYPE.set(values)
 
 
 class _TurnOn(argparse._StoreTrueAction):
@@ -109,8 +109,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-draft-head-dtype",
         "LM head used for drafting: as it is (default), or an FP8 copy of half the size (sm_89 and later). "
         "Lossless: verification uses the head as it is.",
-        action=_SetOption,
-        dest="DRAFT_HEAD_DTYPE",
+        action=_SetHeadDtype,
         choices=("auto", "fp8"),
     )
     add(

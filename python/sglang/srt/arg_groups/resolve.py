@@ -150,7 +150,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     adjusted |= resolve_plain_cycle(args)
     declare_resolution(
         server_args,
-        SOURCE,
+        source=SOURCE,
         # SGLang sizes KV reservations from steps and topk for every algorithm; a chain is 1 and 1.
         dtype=_target_dtype(args.dtype, target_config),
         speculative_num_steps=1,

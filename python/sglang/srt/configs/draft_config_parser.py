@@ -36,7 +36,9 @@ class DraftConfigParser(HfModelConfigParser):
             config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
         except OSError:
             config = {}  # no config.json: SGLang has other formats, or reports it
-        checkpoint, plain = str(model), partial(super().parse, model, trust_remote_code, revision, **kwargs)
+        checkpoint = str(model)
+        options = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
+        plain = partial(super().parse, model, **options)
         read: Callable[[], Any]
         if speculators_type(config) in SERVED_TYPES or is_flat_peagle(config, checkpoint):
             flat = flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())

@@ -198,8 +198,8 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
         sizes["head_dim"] = hidden // heads
     return flat_draft(
         {**config, **{name: size for name, size in sizes.items() if config.get(name) is None}},
-        PEAGLE_ARCHITECTURE,
-        depth + 1,
+        architecture=PEAGLE_ARCHITECTURE,
+        block_size=depth + 1,
         mask_token_id=mask,
         draft_vocab_size=config.get("draft_vocab_size") or config.get("vocab_size"),
         speculative_tokens=depth,

@@ -116,7 +116,9 @@ def examine_tensors(
             modules.setdefault(module, {})[part] = stored
     before = len(found.problems)
     for module, parts in modules.items():
-        _unpack(quantization, module, parts, expected, is_update, found)
+        _unpack(
+            quantization, module=module, parts=parts, expected=expected, may_be_dense=is_update, found=found
+        )
     if len(found.problems) == before:
         if not is_update:
             missing = sorted(required - set(found.shapes))

@@ -283,7 +283,15 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     if not is_symmetric and not has_zero_points:
         raise ValueError(f"is asymmetric with strategy {strategy}: not served")
     has_order = weights.get("actorder") in ("group", "dynamic", True) and found == "packed"
-    return Scheme(found, bits, strategy, group if strategy == "group" else 0, block, is_symmetric, has_order)
+    return Scheme(
+        found,
+        bits=bits,
+        strategy=strategy,
+        group=group if strategy == "group" else 0,
+        block=block,
+        is_symmetric=is_symmetric,
+        has_order=has_order,
+    )
 
 
 def _check_group(size: Any) -> None:
@@ -309,7 +317,7 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
     scheme = Scheme("fp8", 8, "tensor")
     if raw.get("weight_block_size") is not None:
         block = _block(raw["weight_block_size"], "weight_block_size")
-        scheme = Scheme("fp8", 8, "block", block=block, scale="weight_scale_inv")
+        scheme = Scheme("fp8", bits=8, strategy="block", block=block, scale="weight_scale_inv")
     fields = ("ignored_layers", "modules_to_not_convert")
     ignore = tuple(name for field in fields for name in _patterns(raw.get(field), field, "parts"))
     return DraftQuantization("fp8", ("fp8",), (Group(ALL_LINEAR, scheme),), ignore)

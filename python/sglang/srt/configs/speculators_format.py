@@ -146,9 +146,9 @@ class _Draft(_Object):
         tokens = method.speculative_tokens
         return flat_draft(
             _choose_rope(layers),
-            self.architecture,
+            architecture=self.architecture,
             # P-EAGLE's is the newest token, and as many drafted ones as the draft was trained for.
-            getattr(self, "block_size", tokens + 1),
+            block_size=getattr(self, "block_size", tokens + 1),
             mask_token_id=self.mask_token_id,
             draft_vocab_size=self.draft_vocab_size,
             speculative_tokens=tokens,

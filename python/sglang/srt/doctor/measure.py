@@ -234,7 +234,15 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
         weights.pop("d2t", None)
     # Gemma's modules multiply what they look up.
     scale = float(getattr(target.get_input_embeddings(), "embed_scale", 1.0))
-    return plain_draft(config, pair.hf_config, weights, embedding, head, scale, pair.rotary_shares)
+    return plain_draft(
+        config,
+        hf_config=pair.hf_config,
+        weights=weights,
+        embedding=embedding,
+        head=head,
+        target_scale=scale,
+        rotary_shares=pair.rotary_shares,
+    )
 
 
 def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:

@@ -120,7 +120,7 @@ class PlainDraft(ABC):
         name = f"layers.{layer}"
 
         def attention(x: torch.Tensor) -> torch.Tensor:
-            return self._attend(layer, x, rows, keys, context)
+            return self._attend(layer, x=x, rows=rows, keys=keys, context=context)
 
         def mlp(x: torch.Tensor) -> torch.Tensor:
             gated = F.silu(self._linear(f"{name}.mlp.gate_proj", x))
@@ -204,7 +204,9 @@ class PlainDFlash(PlainDraft):
         hidden = self._embed(ids.flatten())
         for layer in range(draft.num_hidden_layers):
             normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
-            hidden = self._run_layer(layer, hidden, normed, rows, keys, context)
+            hidden = self._run_layer(
+                layer, hidden=hidden, attention_input=normed, rows=rows, keys=keys, context=context
+            )
         hidden = self._norm("norm", hidden).view(*ids.shape, -1)
         return hidden[:, draft.num_idle_rows :][:, : draft.speculative_tokens]
 
@@ -297,7 +299,9 @@ class PlainPEagle(PlainDraft):
                 attention_input = torch.cat((embedded, normed), dim=-1)
             else:
                 attention_input = self._norm(f"{name}.input_layernorm", hidden)
-            hidden = self._run_layer(layer, hidden, attention_input, rows, rows, None)
+            hidden = self._run_layer(
+                layer, hidden=hidden, attention_input=attention_input, rows=rows, keys=rows, context=None
+            )
         first = hidden[anchors - 1][:, None]
         hidden = torch.cat((first, hidden[last:].view(len(anchors), drafted - 1, hidden.shape[-1])), dim=1)
         return self._norm("norm", hidden)
@@ -319,11 +323,11 @@ def _rope(hf_config, share: float) -> Qwen3RotaryEmbedding:
     return Qwen3RotaryEmbedding(config)
 
 
-def plain_draft(draft: DFlashDraftConfig, *args) -> PlainDraft:
+def plain_draft(draft: DFlashDraftConfig, *args, **kwargs) -> PlainDraft:
     """Build the plain model of a draft, with the arguments of PlainDraft."""
     if isinstance(draft, PEagleDraftConfig):
-        return PlainPEagle(draft, *args)
-    return (PlainDFlash2 if isinstance(draft, DFlash2DraftConfig) else PlainDFlash)(draft, *args)
+        return PlainPEagle(draft, *args, **kwargs)
+    return (PlainDFlash2 if isinstance(draft, DFlash2DraftConfig) else PlainDFlash)(draft, *args, **kwargs)
 
 
 def _after(first: Rows, second: Rows) -> Rows:

@@ -105,12 +105,12 @@ def examine(arguments: Sequence[str], is_hopper: bool = False) -> Answer:
         decision = Implementation.from_server_args(server_args)
         return Answer(
             BUILT_IN if decision.is_builtin else OURS,
-            f"{args.device}, a Hopper GPU that this machine lacks" if is_hopper else args.device,
-            decision.because,
-            decision.lost,
-            _settings(args, decision.is_builtin),
-            _memory(server_args, args),
-            _lines(log),
+            device=f"{args.device}, a Hopper GPU that this machine lacks" if is_hopper else args.device,
+            because=decision.because,
+            lost=decision.lost,
+            settings=_settings(args, decision.is_builtin),
+            memory=_memory(server_args, args),
+            log=_lines(log),
         )
 
 

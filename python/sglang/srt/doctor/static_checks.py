@@ -101,7 +101,7 @@ def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
     config, tokens = pair.config, pair.text_config.vocab_size
     maps = pair.packed_modules.maps
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
-    problems = vocabulary_problems(config, tokens, pair.draft.tensors, d2t, t2d)
+    problems = vocabulary_problems(config, target_tokens=tokens, own=pair.draft.tensors, d2t=d2t, t2d=t2d)
     yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
     if difference := differences(config, pair.text_config).get("vocab_size"):
         yield fault(difference, f"Unless only rows were added or cut off, {OR_OTHER_TARGET}")

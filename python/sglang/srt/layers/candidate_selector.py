@@ -35,7 +35,13 @@ def walk(
         draw: parameters of a sampled walk. None: the best token of every slot.
     """
     run = walk_triton if candidates.ids.is_cuda else walk_torch
-    tokens, probs = run(candidates, anchors, predecessor_codebook, successor_codebook, draw)
+    tokens, probs = run(
+        candidates,
+        anchors=anchors,
+        predecessor_codebook=predecessor_codebook,
+        successor_codebook=successor_codebook,
+        draw=draw,
+    )
     return tokens, None if probs is None else DraftProbs(candidates.ids, probs)
 
 

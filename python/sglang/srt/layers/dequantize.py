@@ -40,7 +40,7 @@ def take_packed_modules(tensors: MutableMapping[str, torch.Tensor], found: Unpac
         own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
         parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
         rows, columns = found.shapes[f"{name}.weight"]
-        modules.append(PackedModule(name, scheme, rows, columns, parts))
+        modules.append(PackedModule(name, scheme=scheme, rows=rows, columns=columns, parts=parts))
     return modules
 
 
@@ -105,7 +105,7 @@ def _global_scale(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 def _unpack_integers(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """Unpack words [n, w] int32 to signed integers [n, width], from the lowest bits on."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    shifts = torch.arange(0, end=32, step=bits, dtype=torch.int32, device=packed.device)
     values = (packed[..., None] >> shifts) & (2**bits - 1)
     return values.flatten(-2)[..., :width] - 2 ** (bits - 1)
 

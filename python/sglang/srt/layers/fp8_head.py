@@ -35,8 +35,8 @@ def reason_against(head: nn.Module) -> str | None:
     if weight.is_cuda:
         capability = torch.cuda.get_device_capability(weight.device)
         if capability < _MIN_CAPABILITY:
-            needed = "FP8 needs compute capability {}.{}, this GPU has {}.{}"
-            return needed.format(*_MIN_CAPABILITY, *capability)
+            needed, found = (".".join(map(str, one)) for one in (_MIN_CAPABILITY, capability))
+            return f"FP8 needs compute capability {needed}, this GPU has {found}"
         if any(size % _ALIGNMENT for size in weight.shape):
             return f"the head is {tuple(weight.shape)}, and FP8 needs multiples of {_ALIGNMENT}"
     return None
@@ -83,6 +83,6 @@ class Fp8Head:
             product = F.linear(rows.to(hidden.dtype), self.weight.to(hidden.dtype))
             return (product.float() * row_scale * self.scale.t()).to(hidden.dtype)
         logits = torch._scaled_mm(
-            rows, self.weight.t(), scale_a=row_scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
+            rows, mat2=self.weight.t(), scale_a=row_scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
         )
         return logits.to(hidden.dtype)

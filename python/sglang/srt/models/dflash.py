@@ -44,12 +44,19 @@ class DFlashAttention(nn.Module):
         head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // total_heads
         self.head_dim = head_dim
         bias = bool(getattr(hf_config, "attention_bias", False))
-        qkv_sizes = draft.attention_inputs(layer_id), head_dim, total_heads, total_kv_heads
-        self.qkv_proj = QKVParallelLinear(*qkv_sizes, bias=bias, prefix=add_prefix("qkv_proj", prefix))
+        self.qkv_proj = QKVParallelLinear(
+            draft.attention_inputs(layer_id),
+            head_size=head_dim,
+            total_num_heads=total_heads,
+            total_num_kv_heads=total_kv_heads,
+            bias=bias,
+            prefix=add_prefix("qkv_proj", prefix),
+        )
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.q_size, self.kv_size = self.qkv_proj.q_proj_shard_size, self.qkv_proj.kv_proj_shard_size
-        output_sizes = total_heads * head_dim, hf_config.hidden_size
-        self.o_proj = RowParallelLinear(*output_sizes, bias=bias, prefix=add_prefix("o_proj", prefix))
+        self.o_proj = RowParallelLinear(
+            total_heads * head_dim, hf_config.hidden_size, bias=bias, prefix=add_prefix("o_proj", prefix)
+        )
         # Any: a P-EAGLE draft without these norms has no code path that reads them.
         self.q_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if draft.has_qk_norm else None
         self.k_norm: Any = RMSNorm(head_dim, eps=hf_config.rms_norm_eps) if draft.has_qk_norm else None
@@ -60,15 +67,18 @@ class DFlashAttention(nn.Module):
         rope_scaling = {k: v for k, v in (rope_scaling or {}).items() if k not in _TARGET_ROPE_FIELDS} or None
         # The draft runs at the target's positions, whatever length it was trained for.
         positions = max(hf_config.max_position_embeddings, getattr(hf_config, "context_len", 0))
-        rope_sizes = head_dim, head_dim, positions, rope_theta
-        self.rotary_emb = get_rope(*rope_sizes, rope_scaling=rope_scaling)
+        self.rotary_emb = get_rope(
+            head_dim, rotary_dim=head_dim, max_position=positions, base=rope_theta, rope_scaling=rope_scaling
+        )
         if not (hasattr(self.rotary_emb, "cos_sin_cache") and self.rotary_emb.rotary_dim == head_dim):
             raise ValueError(f"DFLASH draft: RoPE of kind {rope_scaling} is not supported")
         sliding = draft.layer_types[layer_id] == SLIDING_ATTENTION
-        head_sizes = self.num_heads, head_dim, head_dim**-0.5, self.num_kv_heads
         self.attn = RadixAttention(
-            *head_sizes,
-            layer_id,
+            self.num_heads,
+            head_dim=head_dim,
+            scaling=head_dim**-0.5,
+            num_kv_heads=self.num_kv_heads,
+            layer_id=layer_id,
             sliding_window_size=draft.tokens_before_window_start if sliding else -1,
             # To SGLang's backends, non-causal attention over the pool is the "encoder only" kind.
             attn_type=AttentionType.DECODER if draft.is_causal(layer_id) else AttentionType.ENCODER_ONLY,
@@ -85,7 +95,9 @@ class DFlashAttention(nn.Module):
             q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
             if not is_ready:
                 if self.q_norm is not None:
-                    q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
+                    q, k = apply_qk_norm(
+                        q, k=k, q_norm=self.q_norm, k_norm=self.k_norm, head_dim=self.head_dim
+                    )
                 q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v, forward_batch)
         output, _ = self.o_proj(attended.flatten(1))
@@ -99,12 +111,19 @@ class DFlashAttention(nn.Module):
             return False
         if self.q_norm is None or self.head_dim & (self.head_dim - 1) or not self.rotary_emb.is_neox_style:
             return False
-        weights = self.q_norm.weight, self.k_norm.weight
-        if any(tensor.dtype != torch.bfloat16 for tensor in (qkv, *weights)):
+        q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        if any(tensor.dtype != torch.bfloat16 for tensor in (qkv, q_weight, k_weight)):
             return False
-        table, eps = self.rotary_emb.cos_sin_cache, self.q_norm.variance_epsilon
         table_qk_norm_rope_(
-            qkv, positions, *weights, table, self.num_heads, self.num_kv_heads, self.head_dim, eps
+            qkv,
+            positions=positions,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            cos_sin_cache=self.rotary_emb.cos_sin_cache,
+            num_q_heads=self.num_heads,
+            num_k_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            eps=self.q_norm.variance_epsilon,
         )
         return True
 
@@ -134,8 +153,12 @@ class DFlashDecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = DFlashAttention(hf_config, draft, layer_id, add_prefix("self_attn", prefix))
         hidden_size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
-        sizes = hidden_size, hf_config.intermediate_size, hf_config.hidden_act
-        self.mlp = Qwen2MLP(*sizes, prefix=add_prefix("mlp", prefix))
+        self.mlp = Qwen2MLP(
+            hidden_size,
+            hf_config.intermediate_size,
+            hf_config.hidden_act,
+            prefix=add_prefix("mlp", prefix),
+        )
         self.input_layernorm = RMSNorm(hidden_size, eps=eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
 
@@ -246,10 +269,17 @@ class DFlashDraftModel(BlockDraftModel):
         context = self.hidden_norm(self.fc(aux_hidden)[0])
         kv = F.linear(context, self.kv_weight, self._kv_bias)
         kv = kv.view(-1, len(self.layers), 2, attention.num_kv_heads, attention.head_dim)
-        norm = self._k_norm_weight, attention.k_norm.variance_epsilon
-        rows = attention.rotary_emb.cos_sin_cache, positions, cache_loc
-        block_size = 1 if accept_len is None else positions.numel() // accept_len.numel()
-        write_context_kv(kv, *norm, *rows, self._kv_pointers, accept_len, block_size)
+        write_context_kv(
+            kv,
+            k_norm_weight=self._k_norm_weight,
+            eps=attention.k_norm.variance_epsilon,
+            cos_sin_cache=attention.rotary_emb.cos_sin_cache,
+            positions=positions,
+            cache_loc=cache_loc,
+            pool=self._kv_pointers,
+            accept_len=accept_len,
+            block_size=1 if accept_len is None else positions.numel() // accept_len.numel(),
+        )
 
     def use_pool(self, kv_pool) -> None:
         """Read the addresses of SGLang's draft pool; raise ValueError for another layout."""

@@ -50,9 +50,11 @@ class BlockConv(nn.Module):
         self.taps = taps
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size), requires_grad=False)
         # Never quantized: it is small, and quantized drafts leave it out.
-        sizes = hidden_size, 2 * taps * (hidden_size // group_size)
         self.kernel_projection = ReplicatedLinear(
-            *sizes, bias=False, prefix=add_prefix("kernel_projection", prefix)
+            hidden_size,
+            2 * taps * (hidden_size // group_size),
+            bias=False,
+            prefix=add_prefix("kernel_projection", prefix),
         )
 
     def forward(
@@ -72,9 +74,9 @@ class DFlash2DecoderLayer(DFlashDecoderLayer):
         self.has_convolutions = draft.conv_kernel_size > 0
         if not self.has_convolutions:
             return
-        sizes = hf_config.hidden_size, draft.conv_kernel_size, draft.conv_group_size
-        self.attention_conv = BlockConv(*sizes, add_prefix("attention_conv", prefix))
-        self.mlp_conv = BlockConv(*sizes, add_prefix("mlp_conv", prefix))
+        hidden_size, taps, group_size = hf_config.hidden_size, draft.conv_kernel_size, draft.conv_group_size
+        self.attention_conv = BlockConv(hidden_size, taps, group_size, add_prefix("attention_conv", prefix))
+        self.mlp_conv = BlockConv(hidden_size, taps, group_size, add_prefix("mlp_conv", prefix))
 
     def forward(self, positions, hidden_states, residual, forward_batch):
         if not self.has_convolutions:
@@ -104,7 +106,13 @@ class CandidateSelector(nn.Module):
         self, candidates: Candidates, anchors: torch.Tensor, draw: Draw | None = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
         """Run `candidate_selector.walk` with these codebooks."""
-        return walk(candidates, anchors, self.predecessor_codebook, self.successor_codebook, draw)
+        return walk(
+            candidates,
+            anchors=anchors,
+            predecessor_codebook=self.predecessor_codebook,
+            successor_codebook=self.successor_codebook,
+            draw=draw,
+        )
 
 
 class DFlash2DraftModel(DFlashDraftModel):

@@ -105,13 +105,14 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
 
 
 def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
-    shard: tuple[str | int, ...] = ()
     part = next((p for p in SHARDS if f".{p}." in name), None)
     if part is not None:
         fused, shard_id = SHARDS[part]
-        name, shard = name.replace(part, fused), (shard_id,)
+        parameter = model.get_parameter(name.replace(part, fused))
+        parameter.weight_loader(parameter, tensor, shard_id)
+        return
     parameter = model.get_parameter(name)
-    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor, *shard)
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
 
 
 def _padded(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:

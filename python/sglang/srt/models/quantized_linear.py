@@ -90,7 +90,14 @@ def row_check(model: Any, packed: PackedModule, weight: torch.Tensor) -> RowChec
         rows, columns = _rank_share(module, shard, weight.shape[0])
         weight = weight[rows]
     expected = F.linear(inputs, weight)
-    return RowCheck(packed.name, packed.scheme, module, columns, inputs, expected)
+    return RowCheck(
+        packed.name,
+        scheme=packed.scheme,
+        module=module,
+        columns=columns,
+        inputs=inputs,
+        expected=expected,
+    )
 
 
 def _rank_share(module: Any, shard: str | int, num_rows: int) -> tuple[slice, slice]:

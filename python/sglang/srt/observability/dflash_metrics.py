@@ -63,8 +63,8 @@ class DFlashMetrics:
         self._by_position = [by_position.labels(**labels, position=k + 1) for k in range(drafted_per_block)]
         self._width = Histogram(
             "sglang:spec_verify_width",
-            "Most slots of a request verified by a cycle, the anchor counted.",
-            list(labels),
+            documentation="Most slots of a request verified by a cycle, the anchor counted.",
+            labelnames=list(labels),
             buckets=range(1, drafted_per_block + 2),
             registry=REGISTRY,
         ).labels(**labels)

@@ -125,7 +125,11 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     }
     given = {name: getattr(args, name) for name in unseen}
     declare_resolution(
-        server_args, SOURCE, speculative_algorithm=algorithm.NAME, speculative_adaptive=False, **unseen
+        server_args,
+        source=SOURCE,
+        speculative_algorithm=algorithm.NAME,
+        speculative_adaptive=False,
+        **unseen,
     )
     previous(server_args)
     served = algorithm.ServedName("DFLASH")

@@ -141,7 +141,7 @@ def reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
     current_cpu, reserved_cpu = torch.tensor(current, **on_host), torch.tensor(reserved, **on_host)
     alloc_for_spec_decode(
         batch.tree_cache,
-        batch.req_to_token_pool,
+        req_to_token_pool=batch.req_to_token_pool,
         reqs=reqs,
         req_pool_indices=batch.req_pool_indices,
         cur_kv_lens=current_cpu.to(batch.device, non_blocking=True),
@@ -187,7 +187,7 @@ class DFlashVerifyInput(SpecInput):
         """Describe a verify forward of a layout: tokens and positions are [T] int64."""
         return cls(
             layout.verify_len,
-            CaptureHiddenMode.FULL,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
             draft_token=tokens,
             positions=positions,
             spread=spread,

@@ -139,7 +139,14 @@ def sampling_headroom(worker: Any) -> int:
         prewarm_probabilistic_step(worker.drafter.fill, runner, block_size)
     positions = torch.zeros(bs, block_size, dtype=torch.int64, device=device)
     layout, masks = whole_blocks(bs, block_size), SamplingMasks(info, block_size)
-    draw_target_tokens(logits, info, positions, layout, runner.sampler, masks)
+    draw_target_tokens(
+        logits,
+        sampling_info=info,
+        positions=positions,
+        rows=layout,
+        sampler=runner.sampler,
+        masks=masks,
+    )
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
@@ -179,4 +186,12 @@ def prewarm_probabilistic_step(
     zeros = torch.zeros(bs, device=device)
     block = torch.cat((anchors[:, None], drafted), dim=1)
     weight, rows = torch.ones_like(zeros, dtype=torch.float64), whole_blocks(bs, block_size)
-    draw_final_tokens(block, zeros.int(), target, weight, draft, zeros, rows)
+    draw_final_tokens(
+        block,
+        accept_len=zeros.int(),
+        target_probs=target,
+        weight=weight,
+        draft=draft,
+        final_uniforms=zeros,
+        rows=rows,
+    )

@@ -293,7 +293,7 @@ def launches_of(simulation: Any, rows: VerifyLayout, monkeypatch) -> Counter[str
     decided = AcceptedBlocks(*torch.zeros(6, rows.bs, 1, dtype=torch.int64))
     operations = launches._Operations()
 
-    def accept_blocks(*_):
+    def accept_blocks(*_, **__):
         operations.seen["accept_blocks"] += 1
         return decided
 

@@ -93,8 +93,8 @@ def test_the_room_that_sglang_leaves_for_a_sampled_step(can_draw, draft, monkeyp
     """The peak of all requests that may run, whose logits are not in a graph."""
     drawn = []
 
-    def sampler(output, info, **_):
-        drawn.append(len(info.temperatures))
+    def sampler(output, sampling_info, **_):
+        drawn.append(len(sampling_info.temperatures))
         return torch.softmax(output.next_token_logits, dim=-1).argmax(dim=-1)
 
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)

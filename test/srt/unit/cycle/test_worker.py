@@ -140,7 +140,7 @@ def test_ranks_agree_on_a_verdict_in_one_broadcast(agrees):
     mine = decide(torch.tensor([3, 0], dtype=torch.int32), out + 100)
     theirs = decide(torch.tensor([1, 2], dtype=torch.int32), out)
     sync = Sync(theirs if agrees else None)
-    rule = lambda *_: (mine.accept_len, mine.out_tokens)  # noqa: E731
+    rule = lambda *_, **__: (mine.accept_len, mine.out_tokens)  # noqa: E731
     acceptor = make_acceptor(vocab_size=1000, sync=sync, rule=rule)
     info = sampling_info({"temperature": 0.7}, {"temperature": 0.7})
     batch = SimpleNamespace(sampling_info=info, return_logprob=False)

@@ -267,9 +267,9 @@ def _trust_options() -> dict[str, int | float]:
 
 @triton.jit
 def _trust_kernel(
-    length, MEDIUM: tl.constexpr, LONG: tl.constexpr, SHORT_TRUST: tl.constexpr, MEDIUM_TRUST: tl.constexpr
+    length, MEDIUM: tl.constexpr, LONG: tl.constexpr, TRUST_SHORT: tl.constexpr, TRUST_MEDIUM: tl.constexpr
 ):
-    return tl.where(length >= LONG, 1.0, tl.where(length >= MEDIUM, MEDIUM_TRUST, SHORT_TRUST))
+    return tl.where(length >= LONG, 1.0, tl.where(length >= MEDIUM, TRUST_MEDIUM, TRUST_SHORT))
 
 
 @triton.jit(do_not_specialize=["tiles", "block_size"])
@@ -303,7 +303,9 @@ def choose_copies_kernel(
     end = key & 0xFFFFFFFF
     request = tl.load(requests + number).to(tl.int64)
     row = history + request * stride
-    trust = _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM)
+    trust = _trust_kernel(
+        length, MEDIUM=MEDIUM, LONG=LONG, TRUST_SHORT=TRUST_SHORT, TRUST_MEDIUM=TRUST_MEDIUM
+    )
     is_copied = (length > 0) & (trust * tl.load(records + 2 * request) >= tl.load(records + 2 * request + 1))
     slot = tl.arange(0, BLOCK)
     is_drafted = (slot > 0) & (slot < block_size)
@@ -348,7 +350,10 @@ def append_tokens_kernel(
     length = tl.load(lengths + number)
     kept = tl.load(accept_len + number).to(tl.float32) / tl.maximum(verify_len - 1, 1).to(tl.float32)
     copies, drafts = tl.load(records + 2 * request), tl.load(records + 2 * request + 1)
-    share = tl.minimum(kept / _trust_kernel(length, MEDIUM, LONG, TRUST_SHORT, TRUST_MEDIUM), 1.0)
+    trust = _trust_kernel(
+        length, MEDIUM=MEDIUM, LONG=LONG, TRUST_SHORT=TRUST_SHORT, TRUST_MEDIUM=TRUST_MEDIUM
+    )
+    share = tl.minimum(kept / trust, 1.0)
     followed = copies + COPIES_FOLLOW * (share - copies)
     retried = copies + RETRY * (1 - copies)
     copies = tl.where(length > 0, followed, tl.where(length < 0, retried, copies))

@@ -227,11 +227,11 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             slots = segment.window_slots if keeps_window else segment.slots
             attended = self._attend(
                 segment,
-                q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
-                _gather(keys, slots, segment, q.dtype),
-                _gather(values, slots, segment, q.dtype),
-                layer,
-                sinks,
+                q=q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
+                keys=_gather(keys, slots, segment, q.dtype),
+                values=_gather(values, slots, segment, q.dtype),
+                layer=layer,
+                sinks=sinks,
             )
             outputs.append((segment.rows, attended))
         if len(outputs) == 1 and isinstance(outputs[0][0], slice) and outputs[0][1].shape[0] == q.shape[0]:
@@ -266,8 +266,8 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
             from_start = visibility.causal and visibility.window < 0 and width == segment.longest
             attended = scaled_dot_product_attention(
                 q.transpose(1, 2),
-                keys,
-                values,
+                key=keys,
+                value=values,
                 attn_mask=None if from_start else segment.mask(visibility, 1, q.dtype),
                 is_causal=from_start,
                 scale=layer.scaling,
@@ -280,7 +280,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
         if sinks is None and not layer.logit_cap:
             mask = segment.mask(visibility, group, q.dtype)
             attended = scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=layer.scaling
+                queries, key=keys, value=values, attn_mask=mask, scale=layer.scaling
             )
         else:
             mask = segment.mask(visibility, 1, q.dtype)

@@ -135,7 +135,8 @@ class Norm:
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Norm x, [..., size]; the result is rounded to bfloat16."""
         both = x.unsqueeze(-2) * _SIGNS
-        normed = layer_norm(both, self._weights.shape, self._weights, None, self._eps)
+        shape = self._weights.shape
+        normed = layer_norm(both, normalized_shape=shape, weight=self._weights, bias=None, eps=self._eps)
         return normed.select(-2, 0).to(torch.bfloat16)
 
 
@@ -163,7 +164,8 @@ class DenseLayer:
             normed = [norm.apply(part) for part, norm in zip(parts, self._qk_norms, strict=True)]
             queries_keys = torch.cat(normed, dim=1)
         q, k = rotation.apply(queries_keys).split((self._num_heads, self._num_kv_heads), dim=1)
-        total.add_(self._output(attend(q, k, v, self._attention, forward_batch)))
+        attended = attend(q, k=k, v=v, layer=self._attention, forward_batch=forward_batch)
+        total.add_(self._output(attended))
         gate, up = self._gate_up(self.mlp_norm.apply(total)).chunk(2, dim=-1)
         total.add_(self._down(silu(gate).mul_(up)))
 

@@ -26,7 +26,8 @@ def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
 def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):
     """Split q_gate [tokens, heads * 2 * head_dim], normalise q and k; return q, k, gate."""
     q, gate = q_gate.reshape(-1, num_heads, 2 * head_dim).split(head_dim, dim=-1)
-    q, k = fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim)
+    weights = {"q_weight": q_weight, "k_weight": k_weight}
+    q, k = fused_qk_gemma_rmsnorm_cpu(q, k=k, **weights, eps=eps, head_dim=head_dim)
     return q, k, gate.contiguous().view(-1, head_dim)
 
 
@@ -135,9 +136,11 @@ def scatter_mamba_states_after_mtp_verify(
     for pool, steps in pairs:
         if not pool.numel():  # a target without this kind of state: its steps may be shaped otherwise
             continue
-        copy_step(pool, steps, rows, state_indices_tensor[:bs].long(), last_correct_step_indices.long())
+        slots, step = state_indices_tensor[:bs].long(), last_correct_step_indices.long()
+        copy_step(pool, steps=steps, rows=rows, slots=slots, step=step)
         if mamba_track_indices is not None:
-            copy_step(pool, steps, rows, mamba_track_indices.long(), mamba_steps_to_track.long())
+            slots, step = mamba_track_indices.long(), mamba_steps_to_track.long()
+            copy_step(pool, steps=steps, rows=rows, slots=slots, step=step)
 
 
 def set_mamba_track_indices_from_reqs(batch, track_positions=None):

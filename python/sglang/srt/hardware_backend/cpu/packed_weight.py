@@ -42,7 +42,7 @@ class PackedWeight:
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.weight is None:
             return torch.nn.functional.linear(x, layer.weight, bias)
-        return _PRODUCT(x.to(torch.bfloat16), self.weight, bias, "none", [], "")
+        return _PRODUCT(x.to(torch.bfloat16), W=self.weight, B=bias, attr="none", scalars=[], algorithm="")
 
 
 def is_packed(layer: Any) -> bool:

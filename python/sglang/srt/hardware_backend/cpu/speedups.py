@@ -33,7 +33,9 @@ def linear_for_this_cpu():
         if x.dim() == 2 and x.dtype == weight.dtype:
             rows = x.shape[0]
             if x.dtype == torch.float32 and onednn_pays and rows >= _ONEDNN_ROWS:
-                return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+                return torch.ops.mkldnn._linear_pointwise(
+                    x, W=weight, B=bias, attr="none", scalars=[], algorithm=""
+                )
             if x.dtype == torch.bfloat16 and not has_bfloat16 and rows >= _CONVERTED_ROWS:
                 bias = None if bias is None else bias.float()
                 return torch.nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
@@ -64,7 +66,13 @@ def fused_rms_norm():
         if dtype == torch.bfloat16:
             is_plain = is_plain and not self.cast_x_before_out_mul and not self.fp32_residual
         if not is_plain or dtype not in (torch.float32, torch.bfloat16):
-            return original(self, x, residual, post_residual_addition, quant_linear)
+            return original(
+                self,
+                x=x,
+                residual=residual,
+                post_residual_addition=post_residual_addition,
+                quant_linear=quant_linear,
+            )
         x = x.contiguous().float()
         if residual is not None:
             x = x + residual
@@ -89,7 +97,14 @@ def fused_rotation():
             self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
         )
         if not is_plain or offsets is not None or fused_set_kv_buffer_arg is not None:
-            return original(self, positions, query, key, offsets, fused_set_kv_buffer_arg)
+            return original(
+                self,
+                positions=positions,
+                query=query,
+                key=key,
+                offsets=offsets,
+                fused_set_kv_buffer_arg=fused_set_kv_buffer_arg,
+            )
         positions = positions.flatten()
         n = positions.numel()
         cos, sin = self.cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None].chunk(2, dim=-1)

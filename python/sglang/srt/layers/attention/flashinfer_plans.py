@@ -224,7 +224,14 @@ class BlockPlan:
         That is the grid of one request with one row.
         """
         one = torch.tensor([0, 1], dtype=torch.int32)
-        information = self._run_plan(self._staging.next(), (one, one, one[1:]), 1, 1, -1, 1)
+        information = self._run_plan(
+            self._staging.next(),
+            on_host=(one, one, one[1:]),
+            num_rows=1,
+            bs=1,
+            fixed_chunk=-1,
+            num_queries=1,
+        )
         self._staging.on_planned()
         return int(information[_PADDED_BATCH_SIZE])
 
@@ -235,7 +242,12 @@ class BlockPlan:
         np.cumsum(self._lengths_host, out=self._offsets_host[1:])
         on_host = self._queries_host, *self._keys_host
         information = self._run_plan(
-            staging, on_host, self._num_rows, self._bs, fixed_chunk or -1, self._num_queries
+            staging,
+            on_host=on_host,
+            num_rows=self._num_rows,
+            bs=self._bs,
+            fixed_chunk=fixed_chunk or -1,
+            num_queries=self._num_queries,
         )
         self._staging.on_planned()
         self.wrapper._plan_info = information
@@ -330,9 +342,9 @@ def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
     num_queries = spec_info.draft_token_num if spec_info.ragged_verify_layout is None else 0
     backend.dflash_plans[size] = BlockPlan(
         wrapper,
-        num_queries,
-        forward_batch.positions.numel(),
-        (updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
-        keys_of(wrapper, num_queries, backend.kv_index_translator),
-        backend.dflash_staging,
+        num_queries=num_queries,
+        num_rows=forward_batch.positions.numel(),
+        heads=(updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
+        keys=keys_of(wrapper, num_queries, backend.kv_index_translator),
+        staging=backend.dflash_staging,
     )

@@ -58,7 +58,9 @@ def verifying_packed_rows() -> Callable[..., Any]:
     ) -> torch.Tensor:
         layout = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
         if layout is None or not forward_batch.forward_mode.is_target_verify():
-            return original(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)
+            return original(
+                self, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
+            )
         pool, num_rows = self.req_to_token_pool, mixed_qkv.shape[0]
         cache = pool.mamba2_layer_cache(layer.layer_id)
         starts = self.forward_metadata.query_start_loc
@@ -134,7 +136,9 @@ def take_layouts(backend: Any) -> None:
     def fill_graph_buffers(
         plan: Any, bs: int, seq_lens: Any, spec_info: Any, req_pool_indices: Any
     ) -> tuple[Any, ...]:
-        filled = fill_buffers(plan, bs, seq_lens, spec_info, req_pool_indices)
+        filled = fill_buffers(
+            plan, bs=bs, seq_lens=seq_lens, spec_info=spec_info, req_pool_indices=req_pool_indices
+        )
         filled[0].copy_(spec_info.ragged_verify_layout.qo_indptr_device)
         return filled
 

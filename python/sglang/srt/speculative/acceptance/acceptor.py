@@ -100,13 +100,13 @@ class Acceptor:
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         return cls(
             target_runner.sampler,
-            config.vocab_size,
-            tp_sync,
-            rejection_rule(spec),
-            simulation_of_server(num_rows, spec.speculative_num_draft_tokens, device),
-            metrics,
-            config.context_len,
-            make_relay(num_rows, device),
+            vocab_size=config.vocab_size,
+            tp_sync=tp_sync,
+            rule=rejection_rule(spec),
+            simulation=simulation_of_server(num_rows, spec.speculative_num_draft_tokens, device),
+            metrics=metrics,
+            longest=config.context_len,
+            relay=make_relay(num_rows, device),
         )
 
     def draws_drafts(self, sampling_info: Any, is_capped: bool = False) -> bool:
@@ -142,7 +142,8 @@ class Acceptor:
             caps: the most drafted tokens of each request to accept. [bs]
         """
         masks = SamplingMasks(batch.sampling_info, cycle.layout.verify_len)
-        accepted = self._accept(batch, cycle, block, logits_output.next_token_logits, caps, masks)
+        logits = logits_output.next_token_logits
+        accepted = self._accept(batch, cycle=cycle, block=block, logits=logits, caps=caps, masks=masks)
         # SGLang need not copy these lengths and tokens: they are in the tables.
         self._relay.published_seq_lens, self._relay.published_bonus = accepted.committed, accepted.bonus
         if masks.are_requested:
@@ -164,12 +165,24 @@ class Acceptor:
         if not masks.are_requested:
             sampling_info = filters_of_sampled(batch)
         tables = RelayTables(batch.req_pool_indices, relay.new_seq_lens, relay.output_tokens)
-        rest = cycle.committed, self._broken_token, tables, self._longest
+        rest: dict[str, Any] = {
+            "committed": cycle.committed,
+            "broken_token": self._broken_token,
+            "relay": tables,
+            "longest": self._longest,
+        }
         if block.probs is not None:
-            accept_len, tokens, max_logits = self._reject(sampling_info, block, logits, layout, masks)
+            accept_len, tokens, max_logits = self._reject(
+                sampling_info, block=block, logits=logits, rows=layout, masks=masks
+            )
         else:
             tokens, max_logits = draw_target_tokens(
-                logits, sampling_info, cycle.positions, layout, self._sampler, masks
+                logits,
+                sampling_info=sampling_info,
+                positions=cycle.positions,
+                rows=layout,
+                sampler=self._sampler,
+                masks=masks,
             )
             greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
             tokens = self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens)
@@ -180,9 +193,9 @@ class Acceptor:
             max_logits = constant(tuple(max_logits.shape), 0.0, max_logits.dtype, max_logits.device)
         elif block.probs is None:
             if layout.is_rectangle and not (caps < layout.num_draft_tokens).any():
-                return accept_blocks(None, tokens, max_logits, *rest, block.tokens)
+                return accept_blocks(None, tokens=tokens, max_logits=max_logits, **rest, block=block.tokens)
             accept_len = cut(accept_matching_prefix(block.tokens, tokens), layout, caps)
-        return accept_blocks(accept_len, tokens, max_logits, *rest)
+        return accept_blocks(accept_len, tokens=tokens, max_logits=max_logits, **rest)
 
     def _reject(
         self,
@@ -199,7 +212,12 @@ class Acceptor:
             masks.probs = rows.unpack(probs)
         uniforms = torch.rand(block.tokens.shape, device=logits.device)
         accept_len, tokens = self._rule(
-            block.tokens, probs, block.probs, uniforms[:, 1:], uniforms[:, 0], rows
+            block.tokens,
+            target_probs=probs,
+            draft=block.probs,
+            accept_uniforms=uniforms[:, 1:],
+            final_uniforms=uniforms[:, 0],
+            rows=rows,
         )
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if self._tp_sync.enabled(site):  # one broadcast for both

@@ -40,7 +40,14 @@ def _terms_of(reqs: Sequence[Any], vocab_size: int, device: torch.device) -> Pen
     lengths = [min_new_tokens, [len(req.origin_input_ids) for req in reqs]]
     frequency, presence, repetition = on_device(penalties, torch.float32, device)[..., None]
     minimum, prompt_lens = on_device(lengths, torch.int64, device)[..., None]
-    return PenaltyTerms(frequency, presence, repetition, minimum, prompt_lens, stop_logits)
+    return PenaltyTerms(
+        frequency=frequency,
+        presence=presence,
+        repetition=repetition,
+        min_new_tokens=minimum,
+        prompt_lens=prompt_lens,
+        stop_logits=stop_logits,
+    )
 
 
 def _stop_ids(req: Any) -> set[int]:
@@ -124,8 +131,17 @@ class Penalties:
             rows: verified slots.
         """
         terms = _terms_of(batch.reqs, self._shape[1], self._device)
-        at = batch.req_pool_indices, batch.seq_lens
-        penalize_block(logits, block, self._counts, *at, terms, *rows.bounds)
+        starts, max_accept = rows.bounds
+        penalize_block(
+            logits,
+            block=block,
+            counts=self._counts,
+            requests=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            terms=terms,
+            starts=starts,
+            max_accept=max_accept,
+        )
 
     def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
         """Count the output of a block."""

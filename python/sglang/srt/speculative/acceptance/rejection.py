@@ -47,18 +47,30 @@ def accept_drawn(
             counts as a whole block.
     """
     if block.is_cuda:
+        starts, max_accept = rows.bounds
         accept_len, weight = walk_blocks_triton(
             block,
-            target_probs,
-            draft.ids,
-            draft.probs,
-            accept_uniforms.contiguous(),
-            rule,
-            *rows.bounds,
+            target_probs=target_probs,
+            draft_ids=draft.ids,
+            draft_probs=draft.probs,
+            accept_uniforms=accept_uniforms.contiguous(),
+            rule=rule,
+            starts=starts,
+            max_accept=max_accept,
         )
     else:
-        accept_len, weight = WALKS[rule](block, target_probs, draft, accept_uniforms, rows)
-    return draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms, rows)
+        accept_len, weight = WALKS[rule](
+            block, target_probs=target_probs, draft=draft, accept_uniforms=accept_uniforms, rows=rows
+        )
+    return draw_final_tokens(
+        block,
+        accept_len=accept_len,
+        target_probs=target_probs,
+        weight=weight,
+        draft=draft,
+        final_uniforms=final_uniforms,
+        rows=rows,
+    )
 
 
 def walk_by_rejection(

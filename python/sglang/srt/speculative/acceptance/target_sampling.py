@@ -134,7 +134,7 @@ def draw_target_tokens(
     drawn = sampler(
         masks.drawn,
         # Custom processors are applied already, and know nothing of blocks.
-        dataclasses.replace(
+        sampling_info=dataclasses.replace(
             sampling_info, **per_row, **masks.sampler_fields(), has_custom_logit_processor=False
         ),
         return_logprob=False,

@@ -59,11 +59,11 @@ class Cycle:
         draft_input: DFlashDraftInput = batch.spec_info
         tokens, positions, cache_loc = prepare_block(
             draft_input.bonus_tokens,
-            batch.seq_lens,
-            batch.req_pool_indices,
-            target_runner.req_to_token_pool.req_to_token,
-            mask_token_id,
-            num_slots,
+            seq_lens=batch.seq_lens,
+            req_pool_indices=batch.req_pool_indices,
+            req_to_token=target_runner.req_to_token_pool.req_to_token,
+            mask_token_id=mask_token_id,
+            block_size=num_slots,
         )
         if batch.seq_lens_cpu is None:
             seq_lens_cpu = draft_input.reserved_lens_cpu

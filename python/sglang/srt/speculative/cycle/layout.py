@@ -125,4 +125,6 @@ def drafted_slots(lengths: tuple[int, ...], most: int, device: torch.device, pad
         return VerifyLayout(len(counts), int(counts.max()), counts - 1, device)
     step = 1 << max(0, int(counts.sum() - 1).bit_length() - 3)
     num_rows = min(-(-int(counts.sum()) // step) * step, len(counts) * most)
-    return VerifyLayout(len(counts), most, counts - 1, device, num_rows=num_rows)
+    return VerifyLayout(
+        len(counts), verify_len=most, num_draft_tokens=counts - 1, device=device, num_rows=num_rows
+    )

@@ -184,7 +184,13 @@ class RowBackends:
             counts = spread_rows(counts, num_rows, slots, self._block_size)
             lengths = np.array(counts[: len(lengths)]) - 1
         for_graph = GraphLayout.from_counts(counts, num_rows, graphs.device)
-        return VerifyLayout(len(lengths), int(lengths.max()) + 1, lengths, graphs.device, for_graph)
+        return VerifyLayout(
+            len(lengths),
+            verify_len=int(lengths.max()) + 1,
+            num_draft_tokens=lengths,
+            device=graphs.device,
+            for_graph=for_graph,
+        )
 
 
 def captured_sizes(runner: Any) -> list[int]:

@@ -49,7 +49,7 @@ def verify(
     batch.spec_info = DFlashVerifyInput.for_target(rows, tokens, positions, cycle.spread)
     forward_batch = ForwardBatch.init_new(
         batch,
-        target_worker.model_runner,
+        model_runner=target_worker.model_runner,
         capture_hidden_mode=CaptureHiddenMode.FULL,
         return_hidden_states_before_norm=False,
         kv_loc_plan=cycle.kv_loc_plan,

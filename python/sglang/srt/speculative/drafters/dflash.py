@@ -69,12 +69,12 @@ class DraftWindow:
         columns = self._longest + self._num_draft_rows
         seq_lens = prepare_window(
             cycle.committed,
-            cycle.req_pool_indices,
-            self._source,
-            self._table,
-            self._size,
-            self._page,
-            columns,
+            requests=cycle.req_pool_indices,
+            source=self._source,
+            table=self._table,
+            size=self._size,
+            page=self._page,
+            columns=columns,
         )
         committed_host = cycle.committed_host.clamp(max=self._longest)
         plan = cycle.kv_loc_plan.reads_from(
@@ -120,10 +120,10 @@ class DFlashDrafter(Drafter):
             spec = get_spec()
             self.window = DraftWindow(
                 spec.speculative_draft_window_size,
-                target_runner,
-                self._runner,
-                spec.speculative_draft_attention_backend,
-                self.num_draft_rows,
+                target_runner=target_runner,
+                draft_runner=self._runner,
+                attention_backend=spec.speculative_draft_attention_backend,
+                num_draft_rows=self.num_draft_rows,
             )
 
     def begin_prefill(self, prompts: Prompts) -> None:
@@ -194,7 +194,7 @@ class DFlashDrafter(Drafter):
 
     def _write(self, rows: ContextRows, accept_len: torch.Tensor | None = None) -> None:
         pool = self._runner.token_to_kv_pool
-        self._model.write_context_kv(rows.aux_hidden, rows.positions, rows.cache_loc, pool, accept_len)
+        self._model.write_context_kv(**rows._asdict(), kv_pool=pool, accept_len=accept_len)
 
     def _num_rows(self, cycle: Cycle) -> int:
         """Return the rows of each block: one per drafted slot, and idle ones."""

@@ -142,7 +142,13 @@ class PEagleDrafter(Drafter):
             # The prefill adds one row to a running request. Its pending rows run first.
             lengths = torch.tensor(prompts.prefix_lens[-prompts.num_running :])
             device_lengths = lengths.to(self._source.device, non_blocking=True)
-            self._run_blocks(requests[-prompts.num_running :], device_lengths, lengths, None, False)
+            self._run_blocks(
+                requests[-prompts.num_running :],
+                committed=device_lengths,
+                committed_host=lengths,
+                spread=None,
+                can_run_cuda_graph=False,
+            )
 
     def prefill(
         self, prompts: Prompts, aux_hidden: torch.Tensor, cache_loc: torch.Tensor, next_tokens: torch.Tensor
@@ -182,10 +188,10 @@ class PEagleDrafter(Drafter):
     ) -> DraftBlock:
         output = self._run_blocks(
             cycle.req_pool_indices,
-            cycle.committed,
-            cycle.committed_host,
-            cycle.spread,
-            cycle.can_run_cuda_graph,
+            committed=cycle.committed,
+            committed_host=cycle.committed_host,
+            spread=cycle.spread,
+            can_run_cuda_graph=cycle.can_run_cuda_graph,
         )
         assert output.hidden_states is not None
         count = cycle.bs * self._drafted  # a CUDA graph pads its output
@@ -206,9 +212,14 @@ class PEagleDrafter(Drafter):
         if not self._drafted:
             return
         fused = self._fused_in_graph if aux_hidden is None else self._model.fuse(aux_hidden)
-        slots = None if cycle.layout.is_rectangle else cycle.layout.slots
-        requests = cycle.req_pool_indices
-        append_rows(requests, accepted.accept_len, accepted.tokens, fused, slots, self._pending)
+        append_rows(
+            cycle.req_pool_indices,
+            accept_len=accepted.accept_len,
+            out_tokens=accepted.tokens,
+            fused=fused,
+            slots=None if cycle.layout.is_rectangle else cycle.layout.slots,
+            pending=self._pending,
+        )
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. A request has room for a block's rows, and pending ones wait there too.
@@ -236,12 +247,12 @@ class PEagleDrafter(Drafter):
         tables = RowTables(self._source, self._table, self.mask_token_id, self._last_start)
         tokens, positions, cache_loc, start = prepare_rows(
             requests,
-            committed,
-            self._pending,
-            tables,
-            self._model.fused_mask,
-            blocks.fused,
-            blocks.first_drafting,
+            seq_lens=committed,
+            pending=self._pending,
+            tables=tables,
+            fused_mask=self._model.fused_mask,
+            fused=blocks.fused,
+            first_drafting=blocks.first_drafting,
         )
         if self._last_start is None:
             seq_lens_cpu = (committed_host - self._block_size).clamp(min=0) + num_rows

@@ -58,8 +58,13 @@ class RecurrentStates:
         if get_exec().mamba.enable_linear_replayssm_spec:
             # The ring's cursors are in rows of requests, and SGLang resets those of a new request.
             hold_request_rows(self._target_worker.model_runner)
-        rows = self._rows[: commit_lens.numel()]
-        commit_mamba_states_after_verify(self._target_worker, batch, commit_lens, rows, self._block_size)
+        commit_mamba_states_after_verify(
+            self._target_worker,
+            batch=batch,
+            accept_lens=commit_lens,
+            accept_index=self._rows[: commit_lens.numel()],
+            draft_token_num=self._block_size,
+        )
 
 
 def check_states_are_committed(model_config: Any) -> None:
