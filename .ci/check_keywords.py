@@ -19,7 +19,7 @@ VARIADIC = {"gcd", "notify", "set_threshold", "zip"}
 FOREIGN = {"causal_conv1d_update", "plan"}
 UNNAMED = SHAPES | LOGS | VARIADIC | FOREIGN
 # Files that still pass such arguments by position.
-EXCEPTIONS = ("speculative/dflash_worker.py", "speculative/drafters/copies.py", "speculative/width/")
+EXCEPTIONS = ("speculative/drafters/copies.py", "speculative/width/")
 
 
 def find_calls(node: ast.AST, own: frozenset[str] = frozenset()) -> Iterator[ast.Call]:

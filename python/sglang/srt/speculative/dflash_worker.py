@@ -91,7 +91,9 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_steps = spec.speculative_num_steps
         # The target's ranks, or with DP attention those sharing requests. SGLang sizes the draft's KV by it.
         layout = self.draft_parallel_layout = resolve_draft_layout()
-        self._draft_worker = load_draft(server_args, gpu_id, nccl_port, target_worker, layout)
+        self._draft_worker = load_draft(
+            server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker, layout=layout
+        )
         draft_runner = self._draft_worker.model_runner
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
         self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, layout)
@@ -332,8 +334,18 @@ class DFlashWorker(BaseSpecWorker):
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self.notify("on_verified", batch, block, logits)
-        constrain(batch, block.tokens, logits, self.penalties, chains, grammar_barrier, layout)
-        accepted = self.acceptor.accept(batch, cycle, block, logits_output, plan.caps)
+        constrain(
+            batch,
+            block=block.tokens,
+            logits=logits,
+            penalties=self.penalties,
+            chains=chains,
+            grammar_barrier=grammar_barrier,
+            rows=layout,
+        )
+        accepted = self.acceptor.accept(
+            batch, cycle=cycle, block=block, logits_output=logits_output, caps=plan.caps
+        )
         if Penalties.are_requested(batch.sampling_info):
             self.penalties.count_block(batch, accepted)
         if self.target_states.are_recurrent:
@@ -381,7 +393,14 @@ class DFlashWorker(BaseSpecWorker):
             if num_slots > 1 and plan.draft_slots is not None and drafter.narrows_blocks:
                 num_slots = max(plan.draft_slots + 1, verify_len)
         cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        block = draft_subset(drafter, cycle, on_host, plan.layout, sampling_info, runner)
+        block = draft_subset(
+            drafter,
+            cycle=cycle,
+            on_host=on_host,
+            layout=plan.layout,
+            sampling_info=sampling_info,
+            target_runner=runner,
+        )
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
         return cycle.packed(plan.layout), block, bool(len(on_host))

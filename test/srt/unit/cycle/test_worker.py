@@ -63,7 +63,7 @@ def test_grammars_run_beside_verify(monkeypatch):
     monkeypatch.setattr(constraints, "build_grammar_vocab_mask", mask)
     drafter, acceptor = MagicMock(), MagicMock()
     drafter.propose.return_value = DraftBlock(torch.zeros(1, 4, dtype=torch.int64))
-    acceptor.accept.side_effect = lambda *_: events.append("accept") or accepted
+    acceptor.accept.side_effect = lambda *_, **__: events.append("accept") or accepted
     made = worker(
         drafter=drafter, acceptor=acceptor, target_states=MagicMock(), verify_tail=MagicMock(),
         penalties=MagicMock(), copies=CopySource(4, MagicMock()),
