@@ -49,8 +49,8 @@ def test_a_late_commit_is_over_before_a_row_changes_hands(has_ring, monkeypatch)
         ),
     )
 
-    def advance(_worker, batch, commit_lens, *_):
-        stream.launch(lambda: cursors.index_add_(0, batch.req_pool_indices, commit_lens.long()))
+    def advance(_worker, batch, accept_lens, **_):
+        stream.launch(lambda: cursors.index_add_(0, batch.req_pool_indices, accept_lens.long()))
 
     mamba = SimpleNamespace(enable_linear_replayssm_spec=has_ring)
     monkeypatch.setattr(recurrent, "get_exec", lambda: SimpleNamespace(mamba=mamba))
