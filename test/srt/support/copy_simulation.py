@@ -248,7 +248,7 @@ class CopySimulation:
 
     def _propose(self, batch, cycle: _Cycle, plan: CyclePlan) -> tuple[DraftBlock, int]:
         """Return blocks, and the number of requests that were drafted for, as the worker has them."""
-        self.source.choose(batch, plan.copies)
+        self.source.choose(batch, plan)
         if not plan.copies.size:
             runs_draft = not self.draft.writes_context_apart or self.source.needs_draft()
             on_host = np.arange(cycle.bs if runs_draft else 0)

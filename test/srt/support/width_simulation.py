@@ -120,10 +120,15 @@ class Simulation:
         prefix_accept_prob = self.accept_probs.cumprod(axis=1)
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
         self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
-        matches, caps = np.zeros(n, dtype=int), np.broadcast_to(caps, n)
+        matches, caps, is_new, num_held = np.zeros(n, dtype=int), np.broadcast_to(caps, n), True, 0
         for number in range(cycles):
             requests = Requests(([], False, int(born.sum())), rows, born, modes)
-            choice = self.chooser.choose(requests, n * self.context, matches, caps)
+            if num_held and not is_new:
+                num_held -= 1
+                self.chooser.count_cycle()
+            else:
+                choice = self.chooser.choose(requests, n * self.context, matches, caps)
+                num_held = choice.num_cycles - 1
             lengths = choice.lengths
             hits = (self.rng.random(prefix_accept_prob.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
@@ -144,7 +149,7 @@ class Simulation:
                 self.seconds += seconds + self.cost.gap
             said += kept + 1
             [ended] = np.nonzero(said >= 256)
-            said[ended] = 0
+            said[ended], is_new = 0, ended.size > 0
             born[ended] += 1
             self.chooser.drafts.reset(ended)
         return self

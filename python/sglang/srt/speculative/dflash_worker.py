@@ -382,7 +382,7 @@ class DFlashWorker(BaseSpecWorker):
         runner, drafter, num_slots = self._target_worker.model_runner, self.drafter, self.block_size
         verify_len = plan.verify_len
         sampling_info = batch.sampling_info if plan.draws else None
-        self.copies.choose(batch, plan.copies)
+        self.copies.choose(batch, plan)
         if not plan.copies.size:  # whole blocks of all requests
             runs_draft = not drafter.writes_context_apart or self.copies.needs_draft()
             on_host = np.arange(plan.layout.bs if runs_draft else 0)

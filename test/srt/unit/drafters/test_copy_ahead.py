@@ -17,7 +17,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import Proposals
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import (
@@ -251,7 +251,7 @@ class Simulation:
             req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
         )
         self.copies.look_up(batch)
-        self.copies.choose(batch, np.zeros(0, dtype=bool))
+        self.copies.choose(batch, CyclePlan(whole_blocks(len(batch.req_pool_indices), 1)))
         self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
         on_host = np.arange(len(rows) if self.was_drafted else 0)
         return self.copies.overlay(

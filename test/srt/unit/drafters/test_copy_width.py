@@ -56,7 +56,7 @@ def test_text_without_repetition_is_decoded_plainly(kind, count, lag):
     assert without.share_of_plain > 0.95
     # If matches are known late, some cycles verify in case there is one, at no loss.
     assert with_copies.share_of_plain > (0.7 if lag else 0.9)
-    assert with_copies.probes < 0.1 * with_copies.cycles
+    assert with_copies.probes < 0.125 * with_copies.cycles
     assert with_copies.speed >= 0.99 * without.speed
 
 

@@ -29,6 +29,7 @@ from sglang_dflash.srt.speculative.width.measure import (
     seconds_overlapped,
     settings_of_adaptive_lengths,
 )
+from sglang_dflash.srt.speculative.width import policy
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
@@ -212,19 +213,24 @@ def test_a_useless_draft_ends_as_plain_decoding():
     json.dumps(report)
 
 
-def test_anchors_alone_are_held_until_something_matches():
-    """Nothing is chosen, timed or learned in a held cycle; a match or another batch ends the hold."""
+def test_a_choice_is_held_until_something_longer_matches():
+    """Of a held cycle that drafts nothing, nothing is learned; another batch ends the hold."""
     width, batch = adaptive(), batch_of(request(0), request(1))
     width.begin_prefill(prompts_of(*batch.reqs))
-    run(width, batch, 120, lambda plan: [0] * 2)
+    drafting = choose(width, batch, matches=5)
+    held = [choose(width, batch, matches=5) for _ in range(HOLD - 1)]
+    assert all(plan.layout is drafting.layout and plan.work == drafting.work for plan in held)
+    assert not any(plan.matches.size for plan in held), "copies that nobody makes are not compared"
+    assert choose(width, batch, matches=5).matches.size
+    run(width, batch, 160, lambda plan: [0] * 2)
     width.chooser._probe_share = 0.0
     while choose(width, batch).work is None:
         pass
-    held = [choose(width, batch) for _ in range(HOLD - 1)]
-    assert all(plan.work is None and plan.verify_len == 1 for plan in held)
+    rest = [choose(width, batch) for _ in range(HOLD - 1)]
+    assert all(plan.work is None and plan.verify_len == 1 for plan in rest)
     assert choose(width, batch).work is not None
+    assert choose(width, batch).work is None
     assert choose(width, batch, matches=9).work is not None
-    assert choose(width, batch).work is not None  # after a match, the draft's turn is decided anew
     assert choose(width, batch_of(request(2))).work is not None
 
 
@@ -305,6 +311,7 @@ def proposals(lengths: list[int], right: list[int]):
 def test_copies_teach_their_own_estimate(monkeypatch):
     """With own lengths every match is compared with the output, used or not."""
     monkeypatch.setenv(DFlashOptions.COPY_AHEAD.variable, "1")
+    monkeypatch.setattr(policy, "HOLD", 1)
     width, batch = adaptive(), batch_of(*(request(row) for row in range(3)))
     width.begin_prefill(prompts_of(*batch.reqs))
     for _ in range(60):
@@ -372,10 +379,11 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     assert plan.layout.num_draft_tokens.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
     width.on_launched(plan)
     assert width.report()["measured_over_expected_time"] is None
-    # If rank 0 holds a cycle of anchors, all ranks run the next ones without asking.
-    chosen[:] = [[0, 0], [0, 0], [1, 1]]
-    plans = [choose(width, batch_of(request(0), request(1))) for _ in range(HOLD + 1)]
-    assert [plan.verify_len for plan in plans] == [1] * (HOLD + 1) and len(broadcasts) == 3
+    # If rank 0 chooses for several cycles, all ranks run them without asking.
+    chosen[:] = [[0, 0], [0, 0], [3, 3]]
+    next_batch = batch_of(request(2), request(3))
+    plans = [choose(width, next_batch) for _ in range(4)]
+    assert [plan.verify_len for plan in plans] == [1] * 4 and len(broadcasts) == 3
 
 
 class Event:

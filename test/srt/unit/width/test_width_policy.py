@@ -11,7 +11,7 @@ from support.width_simulation import DEPTH, LOADS, WIDTHS, Cost, Simulation
 from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.cycle.plan import Requests, Work
 from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
-from sglang_dflash.srt.speculative.width.policy import LengthChooser, choose_lengths
+from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser, choose_lengths
 
 GREEDY, SAMPLED = MODES.index("greedy"), MODES.index("sampled")
 
@@ -285,14 +285,14 @@ def test_caps_are_kept_and_capped_requests_are_not_probed():
     assert (chosen <= caps).all() and (chosen[:, 1:] == caps[1:]).mean() > 0.9
 
 
-def test_a_decision_holds_for_an_unchanged_batch_without_copies():
-    chooser = LengthChooser(table(), 8)
-    (a, b), caps = (greedy(2, prefills) for prefills in (0, 1)), ints(DEPTH, DEPTH)
-    first = chooser.choose(a, 0, ints(0, 0), caps)
-    assert chooser.choose(a, 0, ints(0, 0), caps) is first
-    assert chooser.choose(b, 0, ints(0, 0), caps) is not first
-    copied = chooser.choose(b, 0, ints(9, 0), caps)
-    assert chooser.choose(b, 0, ints(9, 0), caps) is not copied
+def test_a_choice_without_copies_is_for_several_cycles():
+    chooser, caps = LengthChooser(table(), 8, probe_share=0.0), ints(DEPTH, DEPTH)
+    assert chooser.choose(greedy(2), 0, ints(0, 0), caps).num_cycles == HOLD
+    rows, modes = np.arange(2), np.zeros(2, dtype=int)
+    for _ in range(100):
+        chooser.drafts.learn(rows, modes, np.full(2, 7), np.zeros(2, dtype=int))
+    assert chooser.choose(greedy(2), 0, ints(0, 0), caps).num_cycles == HOLD
+    assert chooser.choose(greedy(2), 0, ints(9, 0), caps).num_cycles == 1
 
 
 def test_copies_are_used_beside_a_useless_draft():

@@ -50,7 +50,9 @@ class CyclePlan(NamedTuple):
     # record decides whether it copies. [n] bool
     copies: np.ndarray = _EMPTY
     caps: np.ndarray = NO_CAPS  # most drafted tokens to accept per request. [n]
-    matches: np.ndarray = _EMPTY  # lengths that the choice knew of, 0 without a match. [n]
+    # Lengths that the choice knew of, 0 without a match. Empty, if the plan says who copies: no match is
+    # compared with the output. [n]
+    matches: np.ndarray = _EMPTY
     # Drafted slots of each block, at most B - 1. None: all. It may be less than what is verified, which is
     # drafted anyway, and is ignored unless `Drafter.narrows_blocks`.
     draft_slots: int | None = None

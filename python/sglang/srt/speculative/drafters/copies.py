@@ -22,7 +22,7 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, Proposals
+from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
@@ -191,15 +191,18 @@ class CopySource:
             return (self._keys.amax(dim=1) >> 32).numpy()
         return np.full(bs, UNKNOWN)
 
-    def choose(self, batch: Any, copies: np.ndarray) -> None:
+    def choose(self, batch: Any, plan: CyclePlan) -> None:
         """Choose the requests that copy what `look_up` found.
 
-        Args:
-            batch: the scheduler's.
-            copies: [bs] bool. Empty: each request's record of copies and drafts decides.
+        If the plan does not say who copies, each request's record of copies and drafts decides. If the plan
+        knows of no matches, nothing is copied and compared.
         """
-        self._is_planned, self._lengths = copies.size > 0, NOTHING_LOOKED_UP.lengths
+        self._is_planned, self._lengths = plan.copies.size > 0, NOTHING_LOOKED_UP.lengths
         if not self._keys.numel():
+            return
+        if self._is_planned and not plan.matches.size:
+            self._found, self._keys = NOTHING_LOOKED_UP.right, NOTHING_LOOKED_UP.right
+            self._lengths = torch.zeros_like(batch.seq_lens, dtype=torch.int32)
             return
         self._found, self._lengths = choose_copies(
             self.history,
@@ -211,7 +214,7 @@ class CopySource:
         )
         self._keys, self._copied = NOTHING_LOOKED_UP.right, self._found
         if self._is_planned:
-            is_copy = on_device(copies, torch.bool, self._found.device)
+            is_copy = on_device(plan.copies, torch.bool, self._found.device)
             self._lengths = torch.where(is_copy, self._lengths, -self._lengths)
             self._copied = torch.where(is_copy[:, None], self._found, -1)
 
@@ -223,7 +226,7 @@ class CopySource:
 
     def overlay(self, block: DraftBlock) -> DraftBlock:
         """Put the chosen copies into a block [bs, W]."""
-        if not self._lengths.numel():
+        if not self._lengths.numel() or not self._found.numel():
             return block
         return overlay_copies(block, self._copied[:, : block.tokens.shape[1]])
 
@@ -238,7 +241,7 @@ class CopySource:
         if not self._has_texts:
             return
         lengths, right = self._lengths, NOTHING_LOOKED_UP.right
-        if self._is_planned and lengths.numel():
+        if self._is_planned and lengths.numel() and self._found.numel():
             right = _num_right(self._found, accepted)
         append_tokens(
             self.history,

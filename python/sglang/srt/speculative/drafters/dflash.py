@@ -23,7 +23,7 @@ from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
 
-# Cycles without drafts whose context is written together. On a CPU one row takes as many operators as fifty.
+# Cycles without drafts whose context is written together. On a CPU one row takes as long as twenty.
 # On a GPU each write reads the weights of keys and values.
 _MOST_DEFERRED = 8
 
@@ -100,9 +100,10 @@ class DFlashDrafter(Drafter):
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
         self.narrows_blocks = not self._model.norm.weight.is_cuda  # CUDA graphs have whole blocks
         self.has_own_table = get_spec().speculative_draft_window_size is not None
-        # Context of cycles that verified the anchor alone. Nobody reads it before the next block is drafted
-        # or another request is prefilled. All rows are of one set of requests: a changed set may give a slot
-        # to another request, whose rows are written later.
+        # Context of cycles that drafted nothing. Nobody reads it before the next block is drafted or another
+        # request is prefilled. All rows are of one set of requests: a changed set may give a slot to another
+        # request, whose rows are written later.
+        self._has_drafted = False
         self._deferred: list[ContextRows] = []
         self._deferred_for = torch.empty(0, dtype=torch.int64)
         # With disaggregation another server's KV may arrive in a slot at any time, and a hierarchical cache
@@ -142,6 +143,7 @@ class DFlashDrafter(Drafter):
         self, cycle: Cycle, sampling_info: Any = None, lengths: np.ndarray | None = None
     ) -> DraftBlock:
         self._write_deferred()
+        self._has_drafted = True
         output = self._run_block(cycle)
         if sampling_info is None and output.blocks is not None:
             return DraftBlock(output.blocks[: cycle.bs])  # a CUDA graph pads its output
@@ -162,30 +164,41 @@ class DFlashDrafter(Drafter):
         self._write(ContextRows(aux_hidden, positions, cache_loc))
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
-        if cycle.verify_len > 1:
+        has_drafted, self._has_drafted = self._has_drafted, False
+        defers = self.defers_plain_cycles and not has_drafted
+        if cycle.verify_len > 1 and (aux_hidden is None or aux_hidden.is_cuda or has_drafted):
+            defers = False
             self._write_deferred()  # a later write may hit a slot that has another owner by then
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
-        if cycle.verify_len == 1 and self.defers_plain_cycles:
-            self._defer(cycle.req_pool_indices, rows)
+        if defers:
+            self._defer(cycle, rows, accepted)
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU, if all blocks have one length. On a CPU selecting the others costs more.
         skips = aux_hidden.is_cuda and cycle.layout.is_rectangle
         self._write(rows, accepted.accept_len if skips else None)
 
-    def _defer(self, requests: torch.Tensor, rows: ContextRows) -> None:
-        """Keep a copy of rows of requests [bs]: the next target forward may overwrite the states."""
+    def _defer(self, cycle: Cycle, rows: ContextRows, accepted: AcceptedBlocks) -> None:
+        """Keep a copy of the accepted rows: the next target forward may overwrite the states."""
         # SGLang makes another tensor when its batch changes. Comparing values on a GPU would wait for it.
+        requests = cycle.req_pool_indices
         is_same = requests is self._deferred_for or (
             not requests.is_cuda and torch.equal(requests, self._deferred_for)
         )
         if not is_same or len(self._deferred) == _MOST_DEFERRED:
             self._write_deferred()
         self._deferred_for = requests
-        self._deferred.append(rows._replace(aux_hidden=rows.aux_hidden.clone()))
+        if cycle.verify_len == 1:
+            kept = rows._replace(aux_hidden=rows.aux_hidden.clone())
+        else:
+            # A later cycle has other rows for the slots of rejected ones.
+            slots = torch.arange(cycle.verify_len, device=requests.device)
+            is_kept = cycle.layout.pack(slots <= accepted.accept_len[:, None])
+            kept = ContextRows(*(column[is_kept] for column in rows))
+        self._deferred.append(kept)
 
     def _write_deferred(self) -> None:
         rows, self._deferred = self._deferred, []

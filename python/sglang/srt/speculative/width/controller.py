@@ -21,12 +21,13 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Promp
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH, CycleClock
-from sglang_dflash.srt.speculative.width.policy import HOLD, Choice, LengthChooser
+from sglang_dflash.srt.speculative.width.policy import Choice, LengthChooser
 
 logger = logging.getLogger(__name__)
 
 Backends = AnyRows | RowBackends
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
+_NO_MATCHES = np.zeros(0, dtype=np.int64)
 
 
 def plan_lengths(
@@ -97,10 +98,12 @@ class AdaptiveLengths:
         # Lengths of matches to expect, if the host cannot read them: of copies that go on.
         self._expected_matches = np.full(chooser.num_rows, UNKNOWN_MATCH)
         self._row_generation = np.zeros(chooser.num_rows, dtype=np.int64)
-        self._num_prefills = self._num_cycles = self._verify_len = self._cycles_since_choice = 0
-        # The batch whose next cycles verify anchors alone, if there is one, and their plan.
-        self._holds_for: Any = ()
-        self._anchors_alone = CyclePlan(whole_blocks(1, 1))
+        self._num_prefills = self._num_cycles = self._verify_len = 0
+        # The plan of the next cycles, how many they are, for which batch, and matches that it passed over: of
+        # each request if some draft, else the longest. [n]
+        self._held, self._num_held = CyclePlan(whole_blocks(1, 1)), 0
+        self._held_for: Any = ()
+        self._passed: Any = 0
         self._requests = NO_REQUESTS
         self._cycles_per_verify_len: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
@@ -124,8 +127,9 @@ class AdaptiveLengths:
     def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
         """Choose what the next cycle drafts and verifies.
 
-        If all requests were to verify their anchor alone, the next few cycles without matches do so too, and
-        nothing is learned from them: a cycle that does not draft should cost no more than a decode step.
+        A choice without copies is for a few cycles, as choosing takes time on the host. It ends early if the
+        batch changes, or if a match is longer than one that it passed over. Where the host does not know the
+        matches, each cycle is chosen, and compares them.
 
         Args:
             batch: the scheduler's.
@@ -134,29 +138,32 @@ class AdaptiveLengths:
             caps: most drafted tokens that each request may accept. [n]
         """
         self._requests = requests = self._describe(batch, draws)
-        matches = np.where(matches == UNKNOWN, self._expected_matches[requests.rows], matches)
-        self._cycles_since_choice += 1
-        for_what, has_matches = (requests.key, caps.tolist()), (matches >= RULE.shortest).any()
-        if self._holds_for == for_what and self._cycles_since_choice < HOLD and not has_matches:
+        is_known = matches != UNKNOWN
+        matches = np.where(is_known, matches, self._expected_matches[requests.rows])
+        for_what = requests.key, caps.tolist()
+        if self._num_held and self._held_for == for_what and (matches <= self._passed).all():
+            self._num_held -= 1
             self.chooser.count_cycle()
-            self._count_cycle(1, len(requests.rows))
-            return self._anchors_alone
+            self._count_cycle(self._held)
+            return self._held
         self._learn_timings()
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         further = num_tokens - len(batch.reqs) * self.chooser.costs.context
         choice = self._broadcast_choice(requests, further, matches, caps)
-        self._cycles_since_choice = 0
         plan = plan_lengths(
             self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
         )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
         work = self.chooser.work(choice, further)
-        self._count(plan.verify_len, choice)
         plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
-        self._holds_for = ()
-        if choice.holds:
-            self._holds_for, self._anchors_alone = for_what, plan._replace(work=None)
+        self._count_cycle(plan)
+        self._log(choice)
+        self._held_for, self._num_held = for_what, choice.num_cycles - 1 if is_known.all() else 0
+        self._passed = matches if work.verified else matches.max()
+        if self._num_held:
+            # Of a cycle that drafts nothing there is nothing to learn, and no match to compare.
+            self._held = plan._replace(matches=_NO_MATCHES, work=work if work.verified else None)
         return plan
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
@@ -168,18 +175,15 @@ class AdaptiveLengths:
         for n in min(2, max_requests), 1:
             yield plan_lengths(self._backends, np.resize((most, 0), n), np.zeros(n, dtype=bool))
 
-    def _count_cycle(self, verify_len: int, anchors_alone: int) -> None:
-        """Count a cycle, and requests that verify their anchor alone."""
-        self._verify_len = verify_len
+    def _count_cycle(self, plan: CyclePlan) -> None:
+        self._verify_len = plan.verify_len
         self._num_cycles += 1
-        self._cycles_per_verify_len[verify_len] += 1
-        self._blocks_per_length[0] += anchors_alone
-        self._metrics.count_width(verify_len)
+        self._cycles_per_verify_len[plan.verify_len] += 1
+        self._blocks_per_length.update(plan.layout.num_draft_tokens.tolist())
+        self._metrics.count_width(plan.verify_len)
 
-    def _count(self, verify_len: int, choice: Choice) -> None:
+    def _log(self, choice: Choice) -> None:
         lengths = choice.lengths
-        self._count_cycle(verify_len, int((lengths == 0).sum()))
-        self._blocks_per_length.update(lengths[lengths > 0].tolist())
         if self._num_cycles >= self._next_log and choice.seconds:
             self._next_log = self._num_cycles + self._log_every
             logger.info(
@@ -187,7 +191,7 @@ class AdaptiveLengths:
                 "a cycle expected (measured over expected time so far: %.2f). Blocks by verified tokens: %s.",
                 lengths.sum(),
                 len(lengths),
-                verify_len - 1,
+                self._verify_len - 1,
                 choice.tokens / len(lengths),
                 1e3 * choice.seconds,
                 self._measured / self._expected if self._expected else np.nan,
@@ -211,11 +215,11 @@ class AdaptiveLengths:
         if self._tp_group.rank_in_group == 0:
             choice = self.chooser.choose(requests, further, matches, caps)
         if self._tp_group.world_size > 1:
-            rows = choice.lengths, choice.copies, np.full(n, choice.holds)
+            rows = choice.lengths, choice.copies, np.full(n, choice.num_cycles)
             sent = torch.from_numpy(np.stack(rows).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            lengths, copies, holds = sent.numpy()
-            choice = choice._replace(lengths=lengths, copies=copies > 0, holds=bool(holds.all()))
+            lengths, copies, num_cycles = sent.numpy()
+            choice = choice._replace(lengths=lengths, copies=copies > 0, num_cycles=int(num_cycles[0]))
         return choice
 
     def on_launched(self, plan: CyclePlan) -> None:

@@ -12,11 +12,10 @@ requests that are drafted for, are compared by tokens per second. Equal lengths 
 ones cost more than their rows.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
 from sglang_dflash.srt.speculative.cycle.plan import Requests, Work
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
 
@@ -69,10 +68,10 @@ def choose_lengths(
     return lengths, float(tokens[row, last]), float(seconds[row, last])
 
 
-# Cycles from one trial of unknown costs to the next, for each request beside the first. One request's cycles
-# may all be trials: they cost little, and what start-up got wrong is found at once.
+# Cycles from one trial of unknown costs to the next, for each request beside the first.
 _TRIAL_EVERY = 2
-# A decision holds for so many cycles of an unchanged batch, if no copies come and go.
+# A choice without copies is for so many cycles of an unchanged batch. On a CPU choosing takes a millisecond,
+# and a decode step 15 to 50.
 HOLD = 4
 
 
@@ -83,10 +82,7 @@ class Choice(NamedTuple):
     copies: np.ndarray  # which requests verify a copy instead. [n] bool
     tokens: float  # committed by the cycle, of all requests
     seconds: float
-    holds: bool = False  # all verify their anchor alone, and may do so in the next cycles
-
-
-_UNDECIDED = Choice(np.zeros(0, dtype=int), np.zeros(0, dtype=bool), 0.0, 0.0)
+    num_cycles: int = 1  # of an unchanged batch that it is for
 
 
 class LengthChooser:
@@ -110,34 +106,34 @@ class LengthChooser:
         self.drafts = AcceptanceEstimate(num_rows, self.max_draft_tokens)
         self.copies = CopyEstimate(self.max_draft_tokens)
         self.num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
-        self._held: tuple[Any, Choice] = (), _UNDECIDED  # what the latest choice was for, and that choice
-        self._held_for = self._turn = self.num_probes = self._cycles_without_trial = 0
+        self._turn = self.num_probes = self._cycles_without_choice = self._cycles_without_trial = 0
+        self._has_probed = False  # in the latest choice
         self._credit = 0.0  # seconds that probes may cost
 
     def choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
-        """Return the held choice, a new one, or a probe.
+        """Return a choice or a probe for the next cycles.
 
         Args:
-            requests: of the batch. A decision holds while their key is the same.
+            requests: of the batch.
             further: committed tokens of all requests beyond those that costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
-        has_matches, for_what = bool((matches >= RULE.shortest).any()), (requests.key, caps.tolist())
         self.count_cycle()
-        if not has_matches and self._held_for < HOLD and self._held[0] == for_what:
-            return self._held[1]
         caps = np.minimum(caps, self.max_draft_tokens)
         choice = self._decide(requests, further, matches, caps)
-        choice = choice._replace(holds=not choice.lengths.any())
-        self._held = () if has_matches else for_what, choice
-        self._credit += self._probe_share * self._held_for * choice.seconds
-        self._held_for = 0
-        return self._probe(choice, requests.rows, further, caps)
+        if not choice.copies.any():
+            choice = choice._replace(num_cycles=HOLD)
+        self._credit += self._probe_share * self._cycles_without_choice * choice.seconds
+        self._cycles_without_choice = 0
+        probe = choice if self._has_probed else self._probe(choice, requests.rows, further, caps)
+        # Costs are corrected by comparison with the cycles beside a probe, so these must be others.
+        self._has_probed = probe is not choice
+        return probe
 
     def count_cycle(self) -> None:
-        """Count a cycle, be it chosen or held."""
-        self._held_for += 1
+        """Count a cycle, whether or not it is chosen anew."""
+        self._cycles_without_choice += 1
         self._cycles_without_trial += 1
 
     def _decide(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
@@ -179,7 +175,7 @@ class LengthChooser:
         widest = np.where(is_short, most, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        kinds = [choice._replace(lengths=lengths, holds=False) for lengths in (narrowest, wider)]
+        kinds = [choice._replace(lengths=lengths, num_cycles=1) for lengths in (narrowest, wider)]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
         is_turn = bool(self.num_probes % 2) or not is_short.any()
         is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)
