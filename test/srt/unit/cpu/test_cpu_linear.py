@@ -56,7 +56,7 @@ def test_converted_bfloat16_is_rounded_once(rows, has_bias, as_if):
 def test_which_runs_on_onednn(as_if, monkeypatch):
     """Only many rows of float32 on a CPU with AVX-512 do."""
     called = []
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *rest: called.append(tuple(x.shape)))
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, **_: called.append(tuple(x.shape)))
     cases = (
         (torch.float32, (16, 8)),
         (torch.float32, (15, 8)),

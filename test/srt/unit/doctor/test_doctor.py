@@ -483,7 +483,7 @@ def test_a_share_of_a_head_is_rotated_as_by_the_engine():
 
 def test_a_block_beyond_the_trained_one_is_measured(observed, tmp_path, monkeypatch, capsys):
     """The report has a figure for each token of the wider block."""
-    monkeypatch.setattr(measure, "observe", lambda *_: some(observed, 5))
+    monkeypatch.setattr(measure, "observe", lambda *_, **__: some(observed, 5))
     assert examine(DRAFT, "--num-draft-tokens", "12", "--json") == 0
     [shown] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafted token")]
     assert shown.split()[2:] == [str(k) for k in range(1, 12)]

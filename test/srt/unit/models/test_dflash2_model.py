@@ -34,7 +34,6 @@ def draw_of(temperatures: list[float], slots: int, seed: int) -> Draw:
         top_p=torch.ones(3),
         min_p=torch.zeros(3),
         uniforms=torch.rand(3, slots, generator=torch.Generator().manual_seed(seed)),
-        slots=slots,
     )
 
 
