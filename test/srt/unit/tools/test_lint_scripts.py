@@ -38,9 +38,9 @@ def test_calls_that_hide_what_an_argument_is(tmp_path):
     right = "f(a, b, c, d)", "f(a, b=b, c=c, d=d, e=e)", "x.view(a, b, c, d, e)", "def f(*args): g(a, *args)"
     wrong = "f(a, b, c, d, e)", "kernel[grid](*a)", "Rows(*a)", "f(b, *a.sizes[:2])"
     (tmp_path / "right.py").write_text("\n".join(right))
-    assert check("check_keywords.py", tmp_path).returncode == 0
+    assert run("check_keywords.py", tmp_path).returncode == 0
     (tmp_path / "wrong.py").write_text("\n".join(wrong))
-    done = check("check_keywords.py", tmp_path)
+    done = run("check_keywords.py", tmp_path)
     assert done.returncode == 1 and done.stdout.count("wrong.py:") == len(wrong), done.stdout
 
 
