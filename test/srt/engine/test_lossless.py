@@ -79,7 +79,7 @@ CONFIGURATIONS = (
         offset=1,
         accept_length=(1.5, 8.0),
     ),
-    # server/test_speculators_parity.py has its cycles, test_dflash.py its floor.
+    # test_published_formats.py has its cycles and its floor.
     Configuration("speculators", (), 2, fixed(SPECULATORS_DRAFT), (1.8, 8.0), is_long=True),
     Configuration("dflash2-mixed-batches", MIXED, 3, fixed(DFLASH2_DRAFT), (2.2, 8.0)),
     # The next row has this draft; rows of other drafts have the default pages and batches. Most steps of the

@@ -2,16 +2,24 @@
 
 Greedy tokens are the target's. Every request takes as many cycles as the same draft in plain PyTorch, with
 the same (dequantized) weights. A quantized draft's accept length is near the unquantized one's.
+
+The bundled drafts of the speculators library agree with the library's own classes in float32, whose results
+models/training/speculators_golden.py recorded in golden/: in logits and in every accept length. All bundled
+drafts reach the accept length of benchmark/expected_acceptance.json.
 """
 
 import functools
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from acceptance import EXPECTED, Acceptance, shortfall
 from safetensors.torch import load_file
 from serving import (
     DFLASH2_DRAFT,
@@ -22,23 +30,29 @@ from serving import (
     TARGET,
     WHOLE_BLOCKS,
     dflash_arguments,
+    text_prompts,
 )
 from support.drafts import make_draft
+from support.engine import Pools, build
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo
 from support.packed_drafts import SCHEMES, pack_for_modelopt, pack_plain_fp8, write, write_packed
 from support.scheduled import Job, run
 from support.servers import PLAIN_FLOAT32
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.doctor import measure
 from sglang_dflash.srt.doctor.pair import Checkpoint, Pair
 from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
+from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 pytestmark = pytest.mark.server
 GOLDEN = ROOT / "test" / "srt" / "golden" / "tiny-speculators"
 NEW_TOKENS = 48
 # Least of the unquantized draft's accept length that is kept.
 EIGHT_BITS, FOUR_BITS = 0.97, 0.90
+SCHEDULER = (WHOLE_BLOCKS, "--random-seed", "7", "--max-total-tokens")
 
 
 @dataclass(frozen=True)
@@ -159,9 +173,13 @@ class Expected:
 
 
 @pytest.fixture(scope="module")
-def expected() -> Expected:
+def target() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def expected(target) -> Expected:
     prompts = [run["prompt"] for run in json.loads((GOLDEN / "accepted.json").read_text())][:8]
-    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     texts = []
     for prompt in prompts:
         ids = target.generate(
@@ -190,8 +208,7 @@ def test_text_and_cycles(name, expected, tmp_path, monkeypatch):
     if form.alone:
         flags = ["--model-path", draft]
     jobs = [Job(tuple(prompt), max_new_tokens=NEW_TOKENS) for prompt in expected.prompts]
-    limits = [WHOLE_BLOCKS, "--random-seed", "7", "--max-total-tokens", "4096"]
-    [answers] = run([*flags, *PLAIN_FLOAT32, *limits], [jobs])
+    [answers] = run([*flags, *PLAIN_FLOAT32, *SCHEDULER, 4096], [jobs])
     for text, answer in zip(expected.texts, answers, strict=True):
         assert list(answer.output_ids) == text.tokens[text.prompt_length :].tolist()
     assert [len(answer.accepted) for answer in answers] == plain
@@ -199,3 +216,95 @@ def test_text_and_cycles(name, expected, tmp_path, monkeypatch):
     assert num_tokens / sum(plain) >= form.least
     if form.kept is not None:
         assert sum(expected.cycles(form.source)) >= form.kept * sum(plain)
+
+
+TOLERANCE = 1e-4  # of the largest logit
+
+
+def block_logits(draft, target, tokens: list[int], shift: int) -> torch.Tensor:
+    """Return logits [B, draft vocab] of the block at the last token. shift: added to every layer id."""
+    settings = draft.draft
+    with torch.no_grad():
+        states = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    ids = [layer_id + 1 + shift for layer_id in settings.target_layer_ids]
+    aux = torch.cat([states[i][0] for i in ids], dim=-1)[:-1]
+    anchor = len(tokens) - 1
+    pools = Pools.of_draft(draft, 1, anchor + settings.block_size)
+    draft.borrow_from_target(target.get_input_embeddings(), None)  # the draft has its own head
+    draft.write_context_kv(aux, torch.arange(anchor), pools.slots(0, 0, anchor), pools.token_to_kv_pool)
+    block = torch.full((1, settings.block_size), settings.mask_token_id)
+    block[0, 0] = tokens[-1]
+    hidden = pools.forward(draft, pools.blocks(block, [anchor])).hidden_states
+    return torch.nn.functional.linear(hidden, draft.head.weight)
+
+
+def test_block_logits_are_the_librarys(target):
+    """A shift of layer ids moves logits a hundred times farther, although acceptance hardly changes."""
+    config = DraftConfigParser().parse(str(SPECULATORS_DRAFT), trust_remote_code=False)
+    weights = load_file(SPECULATORS_DRAFT / "model.safetensors")
+    wide = ((name, t.float() if t.is_floating_point() else t) for name, t in weights.items())
+    draft = build(DFlashDraftModel, config, wide)
+    mapped = draft.to_target_ids(torch.arange(draft.draft.draft_vocab_size))
+    assert torch.equal(mapped, weights["t2d"].nonzero().flatten())
+    golden = np.load(GOLDEN / "block_logits.npz")
+    prompts = [name for name in golden if name.startswith("prompt_")]
+    assert prompts
+    for name in prompts:
+        tokens, wanted = golden[name].tolist(), torch.from_numpy(golden[name.replace("prompt", "logits")])
+        off = {
+            shift: (block_logits(draft, target, tokens, shift) - wanted).abs().max() / wanted.abs().max()
+            for shift in (-1, 0, 1)
+        }
+        assert off[0] <= TOLERANCE and min(off[-1], off[1]) > 100 * TOLERANCE, off
+
+
+@pytest.mark.parametrize("draft, folder", [(SPECULATORS_DRAFT, "speculators"), (PEAGLE_DRAFT, "peagle")])
+def test_accept_lengths_are_the_librarys_step_by_step(draft, folder):
+    """A checkpoint names its target, so it is the model path."""
+    known = json.loads((GOLDEN.with_name(f"tiny-{folder}") / "accepted.json").read_text())
+    assert len(known) >= 10
+    jobs = [Job(tuple(one["prompt"]), len(one["output"])) for one in known]
+    [answers] = run(["--model-path", draft, *PLAIN_FLOAT32, *SCHEDULER, 16384], [jobs])
+    for one, answer in zip(known, answers, strict=True):
+        *kept, last = answer.accepted
+        assert kept == one["accepted"][:-1], f"margin {one['smallest_margin']}: {answer} {one}"
+        assert last >= one["accepted"][-1], "the library's last block ends with the request"
+
+
+PROFILES = {
+    name: profile
+    for name, profile in json.loads(EXPECTED.read_text()).items()
+    if profile["server_args"][-1].startswith("models/")
+}
+# test_lossless_hybrid.py compares every cycle of the hybrid pair.
+TINY = ("tiny-dflash", "tiny-dflash2", "tiny-peagle", "tiny-dflash-speculators")
+
+
+def test_every_bundled_draft_has_a_profile():
+    configs = {path.parent: json.loads(path.read_text()) for path in (ROOT / "models").glob("*/config.json")}
+    drafts = {path for path, config in configs.items() if "DraftModel" in config["architectures"][0]}
+    assert drafts == {ROOT / profile["server_args"][-1] for profile in PROFILES.values()}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_draft_reaches_its_accept_length(name):
+    """On every eighth prompt, in bfloat16."""
+    profile, tokenizer = PROFILES[name], Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    arguments = [ROOT / word if word.startswith("models/") else word for word in profile["server_args"]]
+    texts = [prompt["text"] for prompt in text_prompts()[::8]]
+    jobs = [Job(tuple(tokenizer.encode(text).ids), profile["max_new_tokens"]) for text in texts]
+    [answers] = run([*arguments, *SCHEDULER, 16384], [jobs])
+    kept = [sum(answer.accepted.count(n) for answer in answers) for n in range(8)]
+    length = Acceptance(drafted_per_step=7, kept=kept).accept_length
+    assert shortfall("heldout", length, profile["sets"]["heldout"]) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROFILES)
+def test_the_program_measures_a_draft(name):
+    """benchmark/acceptance.py starts a server, and measures all prompts."""
+    if not (ROOT / PROFILES[name]["server_args"][1]).exists():
+        pytest.skip("`make model` fetches it")
+    command = [sys.executable, "benchmark/acceptance.py", "--profile", name]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
