@@ -75,7 +75,7 @@ NO_SERVER = {
     "--speculative-draft-model-quantization": "SGLang's; a quantized draft is dequantized without it",
     "--speculative-use-block-verification": "GPU: refused on a CPU",
     "--speculative-draft-kv-cache-dtype": "GPU: SGLang's flag; a CPU has no fp8 KV",
-    "--speculative-accept-threshold-single": "ignored with a warning: unit/arg_groups/test_fallback.py",
+    "--speculative-accept-threshold-single": "ignored with a warning: unit/arg_groups/test_resolve.py",
     "--quantization": "GPU: a CPU has no kernels for quantized targets",
     "--enable-linear-replayssm": "refused by SGLang",
     "--mamba-full-memory-ratio": "sizes only: unit/targets/test_state_memory.py",

@@ -1,0 +1,183 @@
+"""What ours makes of a record that it serves: flags that it ignores, adjusts, assumes or turns off.
+
+Records are resolved by SGLang's own step, as in the launcher, for a pretended GPU.
+"""
+
+import logging
+
+import pytest
+import sglang
+from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET
+from sglang.srt.arg_groups.model_override_base import resolving_view
+from support.drafts import REMOVE, make_draft
+from support.records import changed_draft, quantize_draft, record_of, resolve
+
+from sglang_dflash.srt.arg_groups.fallback import builtin_refusal
+from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.observability.server_info import Implementation
+from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+
+IS_0_5_22 = sglang.__version__.startswith("0.5.22")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enable_lora": True}, {"enable_hierarchical_cache": True}])
+def test_ours_serves_whatever_it_can(arguments):
+    record = resolve(record_of(**arguments))
+    assert not Implementation.from_server_args(record).is_builtin
+    assert resolving_view(record).speculative_num_draft_tokens == 8
+
+
+# (field, value, part of the warning)
+IGNORED = [
+    ("speculative_num_steps", 3, "--speculative-num-steps"),
+    ("speculative_eagle_topk", 4, "--speculative-eagle-topk"),
+    ("speculative_token_map", "map.pt", "--speculative-token-map"),
+    ("speculative_use_block_verification", True, "--speculative-use-block-verification"),
+    ("speculative_accept_threshold_acc", 0.5, "--speculative-accept-threshold-acc"),
+    ("speculative_accept_threshold_single", 0.5, "--speculative-accept-threshold-single"),
+]
+
+
+@pytest.mark.parametrize("field, value, words", IGNORED)
+def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, caplog):
+    record = resolve(record_of(**{field: value}))
+    args = resolving_view(record)
+    assert not Implementation.from_server_args(record).is_builtin
+    assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
+    [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
+    assert words in warning
+
+
+NO_CACHE = {"enable_mixed_chunk": True, "disable_radix_cache": True}
+
+
+@pytest.mark.parametrize(
+    "given, field, served, words",
+    [
+        ({"enable_mixed_chunk": True, "page_size": 16}, "enable_mixed_chunk", False, "--page-size 16"),
+        (
+            {"enable_mixed_chunk": True, "page_size": 1},
+            "enable_mixed_chunk",
+            *((False, "on this SGLang") if IS_0_5_22 else (True, None)),
+        ),
+        (NO_CACHE | {"page_size": 16}, "enable_mixed_chunk", False, "--disable-radix-cache"),
+        (NO_CACHE | {"page_size": 1}, "enable_mixed_chunk", True, None),
+        (
+            {"speculative_num_draft_tokens": 33, "mamba_track_interval": 64},
+            "mamba_track_interval",
+            128,
+            "every 128 tokens instead of every 64",
+        ),
+    ],
+)
+def test_what_would_spoil_the_prefix_cache_of_recurrent_states_is_adjusted(
+    given, field, served, words, caplog
+):
+    record = resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET), **given))
+    assert not Implementation.from_server_args(record).is_builtin
+    assert getattr(resolving_view(record), field) == served
+    assert words is None or words in caplog.text
+
+
+def test_widths_of_eagle_get_a_warning(tmp_path, caplog):
+    path = tmp_path / "eagle.json"
+    path.write_text('{"1": {"candidate_steps": [1, 3]}}')
+    record = resolve(record_of(speculative_adaptive=True, speculative_adaptive_config=str(path)))
+    assert AdaptiveSettings.from_environment() == AdaptiveSettings()
+    assert not resolving_view(record).speculative_adaptive
+    assert "does not follow --speculative-adaptive-config" in caplog.text and "EAGLE's form" in caplog.text
+
+
+# name -> (changes to the draft's config, text of the warning)
+ASSUMED = {
+    "no block size": ({"block_size": REMOVE}, "block_size is missing, 16 is assumed"),
+    "no mask token": ({"dflash_config": {"mask_token_id": REMOVE}}, "<|MASK|> is assumed"),
+    "another depth": ({"num_target_layers": 36}, "num_target_layers is 36"),
+    "another order": ({"dflash_config": {"target_layer_ids": [10, 7, 4, 1]}}, ""),
+}
+
+
+@pytest.mark.parametrize("name", ASSUMED)
+def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, monkeypatch):
+    changes, words = ASSUMED[name]
+    if name == "no mask token":  # the bundled target's embedding has no row to spare for it
+        monkeypatch.setattr("sglang_dflash.srt.arg_groups.resolve.find_mask_token", lambda *_: 3)
+    record = resolve(record_of(make_draft(tmp_path / "draft", base=DRAFT, **changes)))
+    assert not Implementation.from_server_args(record).is_builtin
+    assert words in caplog.text
+    if name == "no block size":
+        assert resolving_view(record).speculative_num_draft_tokens == 16
+
+
+def test_what_is_told_at_the_start_is_told_once(tmp_path, caplog):
+    """Fields that are not read, and a block beyond the trained one of 8, by name."""
+    changes = {"loss_gamma": 4.0, "dflash_config": {"num_anchors": 512, "projector_type": "dflash"}}
+    resolve(record_of(changed_draft(changes, tmp_path), speculative_num_draft_tokens=16))
+    [unread] = [text for text in caplog.messages if "not read" in text]
+    assert unread.endswith("fields that are not read: loss_gamma, dflash_config.num_anchors.")
+    [longer] = [text for text in caplog.messages if "trained for 7" in text]
+    assert "15 tokens" in longer and "doctor --num-draft-tokens 16" in longer
+    caplog.clear()
+    resolve(record_of(speculative_num_draft_tokens=8))
+    assert not [text for text in caplog.messages if "not read" in text or "trained for" in text]
+
+
+def test_quantization_of_the_target_is_not_the_drafts(caplog):
+    caplog.set_level(logging.INFO)
+    inherited = quantize_draft("fp8", is_given=False)
+    args = resolving_view(resolve(record_of(quantization="fp8", **inherited)))
+    assert args.speculative_draft_model_quantization is None and args.quantization == "fp8"
+    assert "--quantization fp8 is the target's" in caplog.text
+
+
+def test_nothing_experimental_is_on_by_default_on_a_gpu():
+    args = resolving_view(resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET))))
+    assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
+    assert not DFlashOptions.COPY_AHEAD.get() and not DFlashOptions.PLANS_WITHIN_BOUNDS.get()
+    assert DFlashOptions.DRAFT_HEAD_DTYPE.get() == "auto"
+
+
+EXTRA = {
+    DFlashOptions.COPY_AHEAD: ("1", "copies"),
+    DFlashOptions.DRAFT_HEAD_DTYPE: ("fp8", "FP8 head"),
+    DFlashOptions.PLANS_WITHIN_BOUNDS: ("1", "bounds"),
+}
+
+
+def test_a_plain_cycle_leaves_out_what_is_extra(monkeypatch, caplog):
+    """One option for all of it. One line lists what was asked for."""
+    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    resolve(record_of())
+    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
+    assert not [part for part in ("copies", "FP8", "bounds", "ReplaySSM") if part in said]
+    caplog.clear()
+    for option, (value, _) in EXTRA.items():
+        monkeypatch.setenv(option.variable, value)
+    hybrid = dict(model_path=str(HYBRID_TARGET), enable_linear_replayssm_spec=True, speculative_adaptive=True)
+    args = resolving_view(resolve(record_of(HYBRID_DRAFT, **hybrid)))
+    assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
+    assert not any(option.get() == value or option.get() is True for option, (value, _) in EXTRA.items())
+    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
+    for part in ("adaptive", "ReplaySSM", *(part for _, part in EXTRA.values())):
+        assert part in said
+
+
+# Found once ours is to serve: name -> (changes to the draft's config, arguments)
+REFUSED_LATER = {
+    "no draft": ({}, {"speculative_draft_model_path": None}),
+    "two block sizes": ({}, {"speculative_num_draft_tokens": 4, "speculative_dflash_block_size": 8}),
+    "no block": ({}, {"speculative_dflash_block_size": 0}),
+    "half of a convolution": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": {"conv_kernel_size": 2}},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LATER)
+def test_the_built_in_refuses_it_too(name, tmp_path):
+    changes, arguments = REFUSED_LATER[name]
+    draft = changed_draft(changes, tmp_path)
+    with pytest.raises(ValueError):
+        resolve(record_of(draft, **arguments))
+    assert builtin_refusal(record_of(draft, **arguments))
