@@ -42,12 +42,12 @@ FLAGS = {
         *("--dtype", "--max-total-tokens", "--decode-log-interval", "--model-path"),
         *("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-copy-ahead"),
     ),
-    "server/test_limits.py": (
+    "engine/test_limits.py": (
         *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-draft-tokens"),
         *("--max-running-requests", "--no-speculative-adaptive", "--disable-radix-cache", "--page-size"),
     ),
     "server/test_metrics.py": ("--enable-metrics", "--disable-overlap-schedule"),
-    "server/test_logit_processors.py": (
+    "engine/test_logit_processors.py": (
         "--enable-custom-logit-processor",
         "--enable-deterministic-inference",
     ),

@@ -54,29 +54,28 @@ def assert_schema(text: str) -> None:
     assert re.fullmatch("[a-z]{1,12}", parsed["name"]) and 0 <= parsed["lines"] <= 999, text
 
 
-@pytest.mark.parametrize(
-    "pattern", [r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}", r"[0-9]{4}-[0-9]{2}"]
+CODE = r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"
+KINDS = (
+    {"regex": CODE},
+    {"json_schema": json.dumps(SCHEMA)},
+    {"ebnf": EBNF},
+    {"regex": "[0-9]{4}-[0-9]{2}"},
+    {},
 )
-def test_regex(pattern, server, reference, prompts):
-    requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
-    for answer in assert_answers(server, reference, requests):
-        assert re.fullmatch(pattern, answer["text"]), f"{answer['text']!r} does not match {pattern!r}"
 
 
-def test_json_schema(server, reference, prompts):
-    requests = [greedy(prompt, 120, json_schema=json.dumps(SCHEMA)) for prompt in prompts[:6]]
-    # The grammar must not affect unconstrained requests in the same batch.
-    requests += [greedy(prompt, 40) for prompt in prompts[6:9]]
-    for answer in assert_answers(server, reference, requests)[:6]:
-        assert_schema(answer["text"])
-
-
-def test_ebnf(server, reference, prompts):
-    requests = [greedy(prompt, 60, ebnf=EBNF) for prompt in prompts[:6]]
-    for answer in assert_answers(server, reference, requests):
-        if answer["meta_info"]["finish_reason"]["type"] == "stop":
-            assert re.fullmatch(EBNF_SHAPE, answer["text"]), answer["text"]
-            assert answer["text"].count("(") == answer["text"].count(")"), answer["text"]
+def test_different_grammars_in_one_batch(server, reference, prompts):
+    """A grammar affects neither others nor requests without one."""
+    kinds = [KINDS[number % len(KINDS)] for number in range(2 * len(prompts))]
+    requests = [greedy(prompt, 120, **kind) for prompt, kind in zip(prompts * 2, kinds, strict=True)]
+    for kind, answer in zip(kinds, assert_answers(server, reference, requests), strict=True):
+        text = answer["text"]
+        if "regex" in kind:
+            assert re.fullmatch(kind["regex"], text), f"{text!r} does not match {kind}"
+        elif "json_schema" in kind:
+            assert_schema(text)
+        elif "ebnf" in kind and answer["meta_info"]["finish_reason"]["type"] == "stop":
+            assert re.fullmatch(EBNF_SHAPE, text) and text.count("(") == text.count(")"), text
 
 
 def test_a_tag_that_begins_in_mid_answer(server, reference, prompts):
@@ -96,12 +95,6 @@ def test_a_grammar_may_end_anywhere_in_a_block(server, reference, prompts):
     for digits, answer in enumerate(assert_answers(server, reference, requests), start=1):
         assert re.fullmatch(f"[0-9]{{{digits}}}", answer["text"])
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"
-
-
-def test_different_grammars_in_one_batch(server, reference, prompts):
-    kinds = [{"regex": "(yes|no)( and (yes|no))*!"}, {"json_schema": json.dumps(SCHEMA)}, {"ebnf": EBNF}, {}]
-    requests = [greedy(prompt, 40 + 3 * number, **kinds[number % 4]) for number, prompt in enumerate(prompts)]
-    assert_answers(server, reference, requests)
 
 
 @pytest.fixture(scope="module")
@@ -224,13 +217,12 @@ def test_a_broken_grammar_is_refused(sampling, server, reference, prompts):
 
 def test_the_llguidance_backend(llguidance, prompts):
     """Compare with the target under llguidance: backends may allow different tokens."""
-    pattern = r"(def|class) [a-z_]{3,12}\(\):\n    return [0-9]{1,6}"
-    requests = [greedy(prompt, 60, regex=pattern) for prompt in prompts[:6]]
+    requests = [greedy(prompt, 60, regex=CODE) for prompt in prompts[:6]]
     requests += [greedy(prompt, 40) for prompt in prompts[6:8]]
     with plain_target(*PLAIN_FLOAT32, "--grammar-backend", "llguidance") as plain:
         answers = assert_answers(llguidance, plain, requests)
     for answer in answers[:6]:
-        assert re.fullmatch(pattern, answer["text"])
+        assert re.fullmatch(CODE, answer["text"])
     sampled = [greedy(prompt, 150, temperature=1.0, json_schema=json.dumps(SCHEMA)) for prompt in prompts]
     for answer in llguidance.generate_many(sampled, 6):
         assert_schema(answer["text"])
