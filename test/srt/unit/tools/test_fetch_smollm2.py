@@ -82,7 +82,7 @@ def test_serve_takes_the_best_pair_that_is_there(fetches, kinds, settings, serve
         (draft / "model.safetensors").touch()
     # A `python` that prints the command of a server instead of starting one.
     script = 'mkdir "$2"; exit' if fetches else f'exec {sys.executable} "$@"'
-    (tmp_path / "python").write_text(f'#!/bin/sh\ncase $1 in *.py) {script};; esac\necho RUN "$@"\n')
+    (tmp_path / "python").write_text(f'#!/bin/sh\ncase $1 in models/*.py) {script};; esac\necho RUN "$@"\n')
     (tmp_path / "python").chmod(0o755)
     command = ["make", "-s", "-o", ".venv/.ready", f"BIN={tmp_path}", "PYTHON=python3", "serve"]
     done = subprocess.run(

@@ -37,7 +37,8 @@ def set_defaults(server_args: Any, previous: Any) -> None:
     args = resolving_view(server_args)
     if args.device != "cpu":
         return previous(server_args)
-    defaults: dict[str, Any] = {}
+    # An idle scheduler would take a core, which a laptop has other uses for.
+    defaults: dict[str, Any] = {"sleep_on_idle": True}
     if args.attention_backend is None:
         defaults["attention_backend"] = CPU_ATTENTION_BACKEND
     if args.mem_fraction_static is None:
@@ -45,8 +46,7 @@ def set_defaults(server_args: Any, previous: Any) -> None:
             defaults["max_total_tokens"] = CPU_MAX_TOTAL_TOKENS
         if args.max_mamba_cache_size is None:
             defaults["max_mamba_cache_size"] = CPU_MAX_RECURRENT_STATES
-    if defaults:
-        declare_resolution(server_args, SOURCE, **defaults)
+    declare_resolution(server_args, SOURCE, **defaults)
     if args.dtype in ("float", "float32"):
         # For any model dtype, SGLang keeps a convolution's last inputs in bf16, and then fails to write them.
         os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
