@@ -35,7 +35,7 @@ COPIES := $(if $(TARGET)$(DRAFT),,--speculative-copy-ahead)
 # Two workers, each with separate servers and one PyTorch thread; a file stays with one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve model try-model test test-fast test-core coverage mutants lint bench clean
+.PHONY: serve model try-model test test-fast test-core coverage mutants lint lint-fast bench clean
 
 serve: $(READY) $(if $(TARGET)$(DRAFT),,$(if $(SMOLLM2_DRAFT),try-model))
 	@echo "Serving $(word 1,$(PAIR)) with draft $(word 2,$(PAIR)) ($(WHY))."
@@ -73,20 +73,33 @@ coverage: $(READY)-test try-model
 mutants: $(READY)-test
 	OMP_NUM_THREADS=1 $(BIN)/python test/srt/mutants.py $(ARGS)
 
-# Formatter, linter, docstrings, imports and their circles, dependencies, types. mypy wants the package under its installed name.
-lint: $(READY)-lint
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/python .ci/check_docstrings.py python
-	$(BIN)/python .ci/check_keywords.py python
+# Linters that need no SGLang, in seconds: from .venv once it has them, else from a small environment. pre-commit runs them.
+LINT := $(if $(wildcard $(READY)-lint),$(VENV),.venv-lint)
+TYPES := build/types/sglang_dflash
+lint-fast: $(LINT)/.ready-lint
+	@mkdir -p $(dir $(TYPES)) && ln -sfn ../../python/sglang $(TYPES)
+	$(LINT)/bin/ruff format --check .
+	$(LINT)/bin/ruff check .
+	$(LINT)/bin/python .ci/check_docstrings.py python
+	$(LINT)/bin/python .ci/check_keywords.py python
 	@! grep -rnE '(from|import) test_' test/srt --include='*.py' || { echo "Move what tests share to test/srt/support/."; exit 1; }
+	PYTHONPATH=$(dir $(TYPES)) $(LINT)/bin/lint-imports
+	$(LINT)/bin/python .ci/check_circles.py python/sglang --late
+	$(LINT)/bin/python .ci/check_circles.py python/sglang --late --rooms srt/speculative
+	$(LINT)/bin/python .ci/check_subjects.py
+
+.venv-lint/.ready-lint:
+	@$(NO_PYTHON)
+	@$(PYTHON) -m venv .venv-lint
+	@.venv-lint/bin/pip install --quiet --disable-pip-version-check 'import-linter>=2.5' 'ruff>=0.17'
+	@touch $@
+
+# Those, docs/limits.md, dependencies, types. mypy wants the package under its installed name.
+lint: $(READY)-lint
+	@$(MAKE) --no-print-directory lint-fast
 	$(BIN)/python tools/limits.py --check
-	$(BIN)/lint-imports
-	$(BIN)/python .ci/check_circles.py python/sglang --late
-	$(BIN)/python .ci/check_circles.py python/sglang --late --rooms srt/speculative
 	$(BIN)/deptry python
 	$(BIN)/deptry benchmark examples models models/training tools test/srt --ignore DEP002,DEP004
-	@mkdir -p build/types && ln -sfn ../../python/sglang build/types/sglang_dflash
 	$(BIN)/mypy -p sglang_dflash
 
 bench: $(READY)-bench try-model

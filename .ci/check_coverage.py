@@ -1,18 +1,35 @@
 """Check the share of lines that tests run, room by room, against floors.
 
-Usage: `python .ci/check_coverage.py build/coverage/data.json`, after `coverage json`. The floors are in
-pyproject.toml under `tool.coverage_floors`, in percent. Exit status 1 if a room is below its floor or has
-none.
+Usage: `python .ci/check_coverage.py build/coverage/data.json`, after `coverage json`. Exit status 1 if a room
+is below its floor or has none.
 """
 
 import json
 import sys
-import tomllib
 from collections import defaultdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "python/sglang/"
+# Percent of the lines of each room that tests must run: two below the first whole run's.
+FLOORS = {
+    ".": 90,
+    "kernels": 98,
+    "srt": 95,
+    "srt/arg_groups": 96,
+    "srt/configs": 95,
+    "srt/doctor": 91,
+    "srt/hardware_backend": 95,
+    "srt/layers": 94,
+    "srt/models": 96,
+    "srt/observability": 96,
+    "srt/plugins": 96,
+    "srt/speculative": 95,
+    "srt/speculative/acceptance": 96,
+    "srt/speculative/cycle": 92,
+    "srt/speculative/drafters": 96,
+    "srt/speculative/targets": 96,
+    "srt/speculative/width": 97,
+}
 
 
 def room_of(path: str) -> str:
@@ -34,11 +51,10 @@ def coverage_of_rooms(report: dict) -> dict[str, tuple[int, int]]:
 
 def main(file: str) -> int:
     """Print a table of the rooms and return the exit status."""
-    floors = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["coverage_floors"]
     is_low = False
     print("| room | lines | run | floor |\n|---|---:|---:|---:|")
     for room, (ran, lines) in coverage_of_rooms(json.loads(Path(file).read_text())).items():
-        share, floor = 100 * ran / lines, floors.get(room)
+        share, floor = 100 * ran / lines, FLOORS.get(room)
         is_room_low = floor is None or share < floor
         is_low |= is_room_low
         print(f"| `{room}` | {lines} | {share:.1f} % | {floor}{' MISSED' * is_room_low} |")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import entry_points
@@ -107,6 +108,28 @@ def test_the_wheel_holds_every_file(wheel):
     assert {"sglang_dflash/py.typed", "sglang_dflash/srt/doctor/page.css"} < packed
     # Without `__init__.py`, editable and zip imports of an installed folder differ.
     assert {f"{Path(name).parent.as_posix()}/__init__.py" for name in packed if name.endswith(".py")} < packed
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="an sdist has no list of files to compare with")
+def test_the_sdist_holds_every_file_but_weights(tmp_path):
+    """Its lint and its core tests run, so it has the workflows, the tools and the hooks too."""
+    setuptools = int(importlib.metadata.version("setuptools").partition(".")[0])
+    if setuptools < 77:
+        pytest.skip("pyproject.toml requires setuptools >= 77, and this build may not download it")
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    files = {name for name in listed if not name.endswith(".safetensors") and (ROOT / name).exists()}
+    source, target = tmp_path / "source", tmp_path / "built"
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(target)!r})"
+    target.mkdir()
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = target.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert files - packed == {".gitignore"}
 
 
 def metadata_of(wheel: zipfile.ZipFile) -> str:

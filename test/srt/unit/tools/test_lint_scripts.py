@@ -67,3 +67,57 @@ def test_the_picture_of_the_rooms_is_the_contract():
     [picture] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     lines = [re.sub(r"\.py|/", "", line).strip() for line in picture.splitlines()]
     assert lines == [*outer[:-1], *rooms[:at], *speculative, *rooms[at:], outer[-1]]
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        ("Add a table of published drafts", None),
+        ("Merge, in two commits, what belongs together", None),
+        ("fixup! anything", None),
+        ("Adaptive width pays", "begin with an imperative, not 'Adaptive'. If it is one, add it to VERBS"),
+        ("Docs: say more", "begin with an imperative, not 'Docs'"),
+        ("add a table", "not 'add'"),
+        ("", "begin with an imperative"),
+        (f"Add {'a' * 69}", "73 characters, at most 72"),
+        ("Add a table.", "end without a full stop"),
+    ],
+)
+def test_subjects_of_commits(subject, words, tmp_path):
+    """As the hook checks a message."""
+    message = tmp_path / "message"
+    message.write_text(f"{subject}\n\nThe body says why.\n")
+    done = check("check_subjects.py", message)
+    assert done.returncode == int(words is not None)
+    assert (words or "") in done.stdout and len(done.stdout.splitlines()) == done.returncode
+
+
+def test_the_subjects_of_this_checkout_are_checked(tmp_path):
+    """All since a fixed commit, which a copy without history lacks, and none in a folder without git."""
+
+    def git(*arguments: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    script = tmp_path / ".ci" / "check_subjects.py"
+    script.parent.mkdir()
+    text = (ROOT / ".ci" / script.name).read_text()
+    script.write_text(text)
+    command = [sys.executable, script]
+    assert subprocess.run(command).returncode == 0
+    git("init", "-q")
+    for subject in ("Old style", "Add one", "Wrongly begun", "Add two"):
+        git("commit", "-q", "--allow-empty", "-m", subject)
+    assert subprocess.run(command, capture_output=True).returncode == 0, "the last one alone"
+    first = subprocess.check_output(["git", "rev-list", "--max-parents=0", "HEAD"], cwd=tmp_path, text=True)
+    script.write_text(re.sub(r'SINCE = "\w+"', f'SINCE = "{first.strip()}"', text))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.startswith("Commit 'Wrongly begun': begin with an imp")
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_small_environment_has_the_linters_of_the_large_one():
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [line] = [line for line in makefile.splitlines() if ".venv-lint/bin/pip install" in line]
+    assert set(re.findall(r"'([^']+)'", line)) < set(extras["lint"])

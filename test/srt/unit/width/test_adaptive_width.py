@@ -22,6 +22,7 @@ from sglang_dflash.srt.speculative.cycle.plan import (
 )
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
+from sglang_dflash.srt.speculative.width import policy
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable, CycleClock
 from sglang_dflash.srt.speculative.width.measure import (
@@ -29,7 +30,6 @@ from sglang_dflash.srt.speculative.width.measure import (
     seconds_overlapped,
     settings_of_adaptive_lengths,
 )
-from sglang_dflash.srt.speculative.width import policy
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
