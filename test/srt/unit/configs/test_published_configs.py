@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from serving import ROOT
 
 from sglang_dflash.srt.configs import draft_formats, unsupported
 from sglang_dflash.srt.configs.draft_kinds import config_class, read_draft_config
@@ -32,16 +33,24 @@ def config_of(case: dict) -> dict:
 
 
 def read(config: dict, checkpoint: str) -> tuple[str, str]:
-    """Return what start-up makes of a config, in its order, and the kind of the draft or the reason."""
+    """Return what start-up makes of a config, and the kind of the draft or the reason."""
+    outcome, said, _ = read_with_block(config, checkpoint)
+    return outcome, said
+
+
+def read_with_block(config: dict, checkpoint: str) -> tuple[str, str, int | None]:
+    """Return what start-up makes of a config, in its order, the kind or the reason, and the block size."""
     found = draft_formats.checkpoint_findings(config, checkpoint)
     if found:
         falls_back = all(finding.builtin_supports for finding in found)
-        return "falls_back" if falls_back else "refused", "; ".join(finding.what for finding in found)
+        outcome = "falls_back" if falls_back else "refused"
+        return outcome, "; ".join(finding.what for finding in found), None
     try:
         flat = draft_formats.flat_config(config, checkpoint, target_layers=36)
-        return "read", read_draft_config(SimpleNamespace(**flat), checkpoint).kind
+        draft = read_draft_config(SimpleNamespace(**flat), checkpoint)
     except ValueError as error:
-        return "refused", str(error)
+        return "refused", str(error), None
+    return "read", draft.kind, draft.block_size
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["by"])
@@ -51,6 +60,25 @@ def test_a_published_config(case, tmp_path):
     outcome, said = read(config, str(tmp_path))
     assert outcome == expected and re.search(case[expected], said, re.DOTALL), said
     assert expected != "read" or sorted(draft_formats.unread_fields(config)) == case.get("told", [])
+
+
+def page_rows() -> dict[str, list[str]]:
+    """Map the drafts of the page's table to their format, block size and what is said of their config."""
+    page = (ROOT / "docs" / "drafts.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in page.splitlines() if line[:1] == "|"]
+    return {draft.split("`")[1]: rest for draft, *rest in rows if draft.startswith("`")}
+
+
+def test_the_page_of_drafts_says_what_the_readers_do(tmp_path):
+    """Every draft whose config it calls read or refused is in the table of configs, and reversed."""
+    rows, cases = page_rows(), {case["page"]: case for case in CASES if "page" in case}
+    known = {draft for draft, (*_, said) in rows.items() if said in ("read", "refused")}
+    assert known == cases.keys() and len(rows) > len(known) > 10
+    for draft, case in cases.items():
+        outcome, kind, block = read_with_block(config_of(case), str(tmp_path))
+        assert rows[draft][2] == outcome, draft
+        if outcome == "read":
+            assert rows[draft][:2] == [kind, str(block)] and block == case["block"], draft
 
 
 def test_the_table_holds_every_publisher_and_outcome():
