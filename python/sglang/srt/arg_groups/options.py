@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.environ import DFlashOptions, Option
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-speculative-adaptive",
         "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
-        "off; on a GPU that needs --speculative-adaptive.",
+        "off; on a GPU that needs --speculative-adaptive, and begins at the load from which rows cost.",
         action=_TurnOffAdaptive,
         option="NO_ADAPTIVE",
     )
@@ -195,7 +195,7 @@ def _reason_against_adaptive(args: Any, is_recurrent: bool) -> str | None:
 
 def _reason_against_default(args: Any, block_size: int) -> str | None:
     """Say why adaptive width is off unless it is requested, if it is."""
-    if args.device != "cpu":
+    if args.device not in ON_BY_DEFAULT:
         return "off by default on a GPU until it has been measured on one (--speculative-adaptive)"
     if block_size == 1:
         return "pointless with a block of 1"

@@ -1,5 +1,6 @@
 """Base of the draft models: fused target states and vocabulary."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -70,14 +71,18 @@ class BlockDraftModel(nn.Module):
         self.takes_parts = False  # a weight update may bring some of the tensors
         self.borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
-        # The head then multiplies the rows of verified slots alone, outside the forward and its graphs.
-        self.ends_before_head = False
+        # Forwards of so many requests end before the head. It then multiplies the rows of verified slots
+        # alone, outside the forward and its graphs.
+        self.ends_before_head_from = math.inf
         classes = [self.layer_class] * config.num_hidden_layers
         classes[0] = self.first_layer_class or self.layer_class
         self.layers: Any = nn.ModuleList(
             layer_class(config, draft, layer_id, add_prefix(f"layers.{layer_id}", prefix))
             for layer_id, layer_class in enumerate(classes)
         )
+
+    def ends_before_head(self, forward_batch) -> bool:
+        return forward_batch.batch_size >= self.ends_before_head_from
 
     @property
     def has_borrowed(self) -> bool:

@@ -212,7 +212,7 @@ class DFlashDraftModel(BlockDraftModel):
         well, unless the forward ends before the head.
         """
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
-        if self.ends_before_head:
+        if self.ends_before_head(forward_batch):
             return DraftOutput(None, hidden_states=hidden_states)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
         drafting = blocks[:, self.draft.num_idle_rows :].flatten(0, 1)

@@ -131,7 +131,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:
         """Run blocks as a DFlash draft does. The drafted tokens are the selector's best path."""
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
-        if self.ends_before_head:
+        if self.ends_before_head(forward_batch):
             return DFlash2Output(None, hidden_states=hidden_states)
         blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
         found = self.candidates(blocks[:, self.draft.num_idle_rows :])

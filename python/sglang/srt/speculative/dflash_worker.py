@@ -60,7 +60,11 @@ from sglang_dflash.srt.speculative.warm_up import (
 )
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner, WholeBlocks
-from sglang_dflash.srt.speculative.width.measure import make_planner, settings_of_adaptive_lengths
+from sglang_dflash.srt.speculative.width.measure import (
+    least_adaptive_load,
+    make_planner,
+    settings_of_adaptive_lengths,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -156,11 +160,12 @@ class DFlashWorker(BaseSpecWorker):
         # draft runs without those ranks.
         captures = self.block_size > 1 and not layout.local_dp
         captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
-        settings = settings_of_adaptive_lengths(self)
-        self._draft_worker.model_runner.model.ends_before_head = settings is not None
+        settings, tp_group = settings_of_adaptive_lengths(self), get_parallel().tp_group
+        least = least_adaptive_load(self, settings, tp_group)
+        self._draft_worker.model_runner.model.ends_before_head_from = least
         with as_draft(layout), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._planner = make_planner(self, settings, get_parallel().tp_group, self.metrics)
+        self._planner = make_planner(self, settings, least, tp_group, self.metrics)
         if DFlashOptions.COPY_AHEAD.get():
             target_runner = self._target_worker.model_runner
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape

@@ -19,11 +19,14 @@ def _give_costs(module, verify, draft) -> None:
     """
     assert hasattr(module, "_measure")
 
-    def costs(worker, backends, widths, budget):
+    def costs(worker, backends, widths, loads, budget):
         loads, slots = module.np.array([1, 64]), module.np.array(widths)
         return module.CostTable(loads, slots, verify(loads[:, None], slots), draft(loads))
 
-    module._measure = costs
+    def of_whole_blocks(worker, loads):
+        return verify(module.np.array(loads), worker.block_size)
+
+    module._measure, module._seconds_of_whole_blocks = costs, of_whole_blocks
     module.CostTable.observe = lambda table, work, seconds: None  # nor does a cycle correct them
 
 

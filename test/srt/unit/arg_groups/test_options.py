@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_dflash.srt.arg_groups import options
 from sglang_dflash.srt.arg_groups.options import add_flags, check_simulated_lens, resolve_adaptive
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
 from sglang_dflash.srt.environ import DFlashOptions, Option
@@ -146,6 +147,13 @@ def is_adaptive(args=ON_A_CPU, is_requested=False, block_size=8, is_recurrent=Fa
 def test_adaptive_width_is_the_default_unless_ruled_out(parser, said, is_wanted, is_never):
     assert parser.parse_args(said).speculative_adaptive is is_wanted
     assert is_adaptive(is_requested=is_wanted) is (is_wanted or not is_never)
+
+
+def test_one_default_turns_it_on_on_a_gpu(parser, monkeypatch):
+    on_a_gpu = SimpleNamespace(**vars(ON_A_CPU) | {"device": "cuda"})
+    assert not is_adaptive(on_a_gpu) and is_adaptive(on_a_gpu, is_requested=True)
+    monkeypatch.setattr(options, "ON_BY_DEFAULT", ("cpu", "cuda"))
+    assert is_adaptive(on_a_gpu)
 
 
 def test_a_plain_cycle_verifies_whole_blocks_on_a_cpu_too(parser, monkeypatch):

@@ -26,6 +26,8 @@ def test_each_batch_has_a_graph_that_is_a_quarter_larger_at_most(max_requests, b
     assert sizes[0] == 1 and sizes[-1] == max_requests * block_size and max_requests in sizes
     gaps = np.diff(sizes)
     assert (gaps > 0).all() and (gaps <= np.maximum(1, np.array(sizes[:-1]) / 4)).all()
+    for least in range(1, max_requests + 1):
+        assert row_sizes(max_requests, block_size, least) == [size for size in sizes if size >= least]
 
 
 @pytest.mark.parametrize(("max_requests", "block_size"), CASES)

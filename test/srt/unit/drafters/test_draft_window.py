@@ -4,6 +4,7 @@ Slots before the window hold NaN, so they are not read.
 """
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -34,7 +35,7 @@ def pools_with_a_table_of_its_own(pools):
 @pytest.mark.parametrize("is_narrow", [False, True])
 def test_drafted_tokens_see_the_window_alone(is_narrow, name, page_size, window, tmp_path):
     case = Case.variant(name, tmp_path)
-    case.model.ends_before_head = is_narrow
+    case.model.ends_before_head_from = 1 if is_narrow else math.inf
     width = case.model.draft.num_drafting_rows + 1
     pools = case.pools(len(LENGTHS), CAPACITY, page_size=page_size)
     own = pools_with_a_table_of_its_own(pools)

@@ -292,6 +292,15 @@ def test_widths_change_from_cycle_to_cycle(block_size, tmp_path):
     cycle({0: 0, 1: 0, 2: 0})
 
 
+def test_whole_blocks_that_nobody_planned_are_pending(tmp_path):
+    simulation = Simulation(5, 2, tmp_path)
+    simulation.prefill({0: 12, 1: 3})
+    for _ in range(2):
+        simulation.cycle({0: 4, 1: 4})
+        simulation.cycle({0: 0, 1: 0}, width=1, is_planned=True)
+        simulation.cycle({0: 1, 1: 2}, is_planned=True)
+
+
 @pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])
 def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
     """Every row attends to its own request, wherever block keys come from."""
@@ -402,7 +411,7 @@ def test_verified_slots_are_those_of_whole_blocks(info, monkeypatch, tmp_path):
         simulation = Simulation(8, 3, tmp_path)
         simulation.prefill({0: 17, 1: 3, 2: 11})
         simulation.cycle({0: 4, 1: 0, 2: 2})
-        simulation.model.ends_before_head = lengths is not None
+        simulation.model.ends_before_head_from = 4 if lengths is None else 1
         head_rows.clear()
         verified = None if lengths is None else np.array(lengths)
         found = simulation.drafter.propose(simulation.begin_cycle([0, 1, 2]), info, verified)

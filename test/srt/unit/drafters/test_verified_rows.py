@@ -57,7 +57,7 @@ def test_verified_slots_are_those_of_whole_blocks(kind, name, info, monkeypatch,
     most, propose = drafting.num_slots, drafting.drafter.propose
     whole = propose(drafting.cycle(), info)
     assert set(head_rows) == {3 * most}, "the control"
-    drafting.case.model.ends_before_head = True
+    drafting.case.model.ends_before_head_from = 1
     for lengths in ([most, 1, 2], [0, 0, 2], [1, 1, 1], [most] * 3, [0, 0, 0]):
         head_rows.clear()
         compare(whole, propose(drafting.cycle(), info, np.array(lengths)), lengths)
@@ -86,7 +86,7 @@ def test_a_forward_of_fewer_slots_is_that_of_a_narrower_block(kind, name, tmp_pa
     drafting = Drafting(kind, name, tmp_path)
     drafter, case = drafting.drafter, drafting.case
     assert drafter.narrows_blocks
-    case.model.ends_before_head = True
+    case.model.ends_before_head_from = 1
     idle = case.model.draft.num_idle_rows
     for num_slots in range(1, drafting.num_slots + 1):
         cycle = drafting.cycle(num_slots)

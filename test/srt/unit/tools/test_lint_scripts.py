@@ -87,7 +87,7 @@ def test_subjects_of_commits(subject, words, tmp_path):
     """As the hook checks a message."""
     message = tmp_path / "message"
     message.write_text(f"{subject}\n\nThe body says why.\n")
-    done = check("check_subjects.py", message)
+    done = run("check_subjects.py", message)
     assert done.returncode == int(words is not None)
     assert (words or "") in done.stdout and len(done.stdout.splitlines()) == done.returncode
 

@@ -23,6 +23,7 @@ from sglang_dflash.srt.speculative.cycle.plan import (
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width import policy
+from sglang_dflash.srt.speculative.width.break_even import AdaptiveFromBreakEven
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable, CycleClock
 from sglang_dflash.srt.speculative.width.measure import (
@@ -62,7 +63,7 @@ def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
     runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(post_capture_active=True))
     worker = SimpleNamespace(block_size=8, device="cuda", target_worker=SimpleNamespace(model_runner=runner))
     settings = settings_of_adaptive_lengths(worker)
-    assert settings is None and isinstance(make_planner(worker, settings, None, None), WholeBlocks)
+    assert settings is None and isinstance(make_planner(worker, settings, 1, None, None), WholeBlocks)
     assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in caplog.text
 
 
@@ -384,6 +385,74 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     next_batch = batch_of(request(2), request(3))
     plans = [choose(width, next_batch) for _ in range(4)]
     assert [plan.verify_len for plan in plans] == [1] * 4 and len(broadcasts) == 3
+
+
+# -- whole blocks of few requests
+
+
+def note(asked: list[str], owner, name: str) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, lambda *args: asked.append(name) or original(*args))
+
+
+def from_three() -> tuple[AdaptiveFromBreakEven, list[str]]:
+    """Make a planner that is adaptive from three requests on, and a log of what it asks for."""
+    plain, asked = adaptive(), []
+    width = AdaptiveFromBreakEven(
+        3,
+        WholeBlocks(8),
+        chooser=plain.chooser,
+        backends=plain._backends,
+        clock=plain._clock,
+        tp_group=plain._tp_group,
+        metrics=plain._metrics,
+        log_every=40,
+    )
+    for owner, name in (
+        (width.chooser, "choose"),
+        (width._clock, "stop"),
+        (width._clock, "interrupt"),
+        (width._backends, "follow"),
+    ):
+        note(asked, owner, name)
+    return width, asked
+
+
+def test_few_requests_cost_what_whole_blocks_cost():
+    width, asked = from_three()
+    few, many = batch_of(request(0), request(1)), batch_of(*map(request, range(3)))
+    width.begin_prefill(prompts_of(*many.reqs))
+    asked.clear()
+    averages = width.chooser.drafts.averages
+    plans = run(width, few, 20, lambda plan: [0, 0])
+    assert asked == [] and (width.chooser.drafts.averages == averages).all()
+    assert all(plan.layout.is_rectangle and plan.verify_len == 8 for plan in plans)
+    assert plans[0].copies.size == 0, "a request's record decides what it copies, as without adaptive width"
+
+
+def test_lengths_are_adaptive_between_two_pauses():
+    width, asked = from_three()
+    few, many = batch_of(request(0), request(1)), batch_of(*map(request, range(3)))
+    width.begin_prefill(prompts_of(*many.reqs))
+    late = choose(width, few)
+    width.on_launched(late)
+    plans = run(width, many, 120, lambda plan: [0] * 3)
+    width.on_accept_lens(late, [7, 7], NOTHING_LOOKED_UP)
+    assert [plan.verify_len for plan in plans[-40:]].count(1) > 20, "a useless draft ends as plain decoding"
+    assert asked.count("stop") == 120
+    for _ in range(2):
+        asked.clear()
+        assert choose(width, few).verify_len == 8
+        assert asked == ["interrupt", "follow"], "no time passes for a cycle, and graphs have whole blocks"
+        assert choose(width, few).verify_len == 8 and len(asked) == 2
+        assert choose(width, many).work is not None, "no hold outlives a pause"
+
+
+def test_start_up_runs_both_kinds_of_cycles():
+    width, asked = from_three()
+    unlike, whole = width.plans_of_each_layout(4)
+    assert unlike.layout.num_draft_tokens.tolist() == [7, 0, 7] and unlike.copies.size == 3
+    assert whole.verify_len == 8 and whole.copies.size == 0 and asked == ["follow", "interrupt", "follow"]
 
 
 class Event:

@@ -23,15 +23,16 @@ from sglang_dflash.srt.speculative.cycle.prompts import on_device
 logger = logging.getLogger(__name__)
 
 
-def row_sizes(max_requests: int, block_size: int) -> list[int]:
+def row_sizes(max_requests: int, block_size: int, least_requests: int = 1) -> list[int]:
     """List the T to capture, up to all blocks of `max_requests`.
 
-    They are quarters of powers of two, and `max_requests` for a batch that verifies its anchors alone.
+    At least `least_requests` have a row each. The T are quarters of powers of two, and `max_requests` for a
+    batch that verifies its anchors alone.
     """
     most, sizes = max_requests * block_size, [1]
     while sizes[-1] < most:
         sizes.append(sizes[-1] + (1 << max(0, sizes[-1].bit_length() - 3)))
-    return sorted({*sizes[:-1], max_requests, most})
+    return sorted(size for size in {*sizes[:-1], max_requests, most} if size >= least_requests)
 
 
 def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size: int) -> list[int]:
@@ -84,8 +85,8 @@ def _row_graph_runner() -> type:
         SGLang turns its graphs of rows on for DSPARK alone, with sizes a block apart.
         """
 
-        def __init__(self, runner: Any, attn_backend: Any, max_requests: int, block_size: int):
-            self.max_requests, self.block_size = max_requests, block_size
+        def __init__(self, runner: Any, attn_backend: Any, sizes: list[int], max_requests: int):
+            self._sizes, self.max_requests = sizes, max_requests
             super().__init__(runner, attn_backend=attn_backend, speculative_num_draft_tokens=1)
 
         @property
@@ -97,7 +98,7 @@ def _row_graph_runner() -> type:
             """Ignore SGLang's choice."""
 
         def _build_ragged_verify_token_buckets(self) -> list[int]:
-            self.capture_bs = row_sizes(self.max_requests, self.block_size)
+            self.capture_bs = self._sizes
             return self.capture_bs
 
         def _capture_ragged_verify_layout(self, num_tokens: int) -> GraphLayout:
@@ -145,8 +146,8 @@ class RowBackends:
         self._latest = b"", whole_blocks(0, block_size)
 
     @classmethod
-    def capture(cls, runner: Any, block_size: int) -> "RowBackends":
-        """Make a backend of its own and capture graphs for rows."""
+    def capture(cls, runner: Any, block_size: int, least_requests: int) -> "RowBackends":
+        """Make a backend of its own and capture graphs for rows of `least_requests` or more."""
         backend = runner._get_attention_backend(init_new_workspace=False)
         # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
         for half in getattr(backend, "attn_backend_list", None) or [backend]:
@@ -154,7 +155,8 @@ class RowBackends:
             if takes_rows(half):
                 take_layouts(half)
         most_requests = max(runner.decode_cuda_graph_runner.capture_bs)
-        graphs = _row_graph_runner()(runner, backend, most_requests, block_size)
+        sizes = row_sizes(most_requests, block_size, least_requests)
+        graphs = _row_graph_runner()(runner, backend, sizes, most_requests)
         logger.info("DFLASH: made graphs of %d to %d rows.", graphs.capture_bs[0], graphs.capture_bs[-1])
         return cls(runner, block_size, (backend, graphs))
 

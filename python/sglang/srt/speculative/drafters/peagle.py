@@ -220,6 +220,8 @@ class PEagleDrafter(Drafter):
             slots=None if cycle.layout.is_rectangle else cycle.layout.slots,
             pending=self._pending,
         )
+        if cycle.layout.is_rectangle and cycle.verify_len == self._block_size:
+            self.most_pending[:] = self._block_size  # `to_draft` may not have been asked
 
     def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. A request has room for a block's rows, and pending ones wait there too.

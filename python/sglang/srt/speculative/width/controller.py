@@ -55,7 +55,7 @@ class WholeBlocks:
 
     def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
         """Plan whole blocks. See `AdaptiveLengths`."""
-        return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
+        return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps, work=None)
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a cycle of each layout of rows that requests may have: a whole block."""

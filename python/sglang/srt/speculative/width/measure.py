@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -20,14 +21,18 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
 from sglang_dflash.srt.layers.attention.packed_rows import verifies_packed_rows
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     AnyRows,
     RowBackends,
     captured_sizes,
     reason_for_one_width,
 )
+from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
+from sglang_dflash.srt.speculative.width.break_even import AdaptiveFromBreakEven, break_even
 from sglang_dflash.srt.speculative.width.controller import (
     AdaptiveLengths,
     Backends,
@@ -69,35 +74,85 @@ def settings_of_adaptive_lengths(worker: Any) -> AdaptiveSettings | None:
     return settings
 
 
+def least_adaptive_load(worker: Any, settings: AdaptiveSettings | None, tp_group: Any) -> float:
+    """Return the number of requests from which verify lengths are adaptive.
+
+    Infinity: all blocks are whole. It is 1 on a CPU, whose rows always cost, and where the settings name
+    candidates. Otherwise verifies of whole blocks are measured. A batch is padded to a captured size, so it
+    is adaptive if that costs.
+
+    Args:
+        worker: the `DFlashWorker`, before the draft's graphs are captured.
+        settings: of adaptive lengths.
+        tp_group: rank 0 decides for all of it.
+    """
+    runner = worker.target_worker.model_runner
+    if settings is None:
+        return math.inf
+    if runner.decode_cuda_graph_runner is None or settings.candidate_steps is not None:
+        return 1
+    loads = _loads(runner)
+    seconds = torch.tensor(_seconds_of_whole_blocks(worker, loads))
+    if tp_group.world_size > 1:
+        torch.distributed.broadcast(seconds, src=tp_group.ranks[0], group=tp_group.cpu_group)
+    found, free = break_even(loads, seconds.tolist()), runner.max_running_requests
+    if found is not None:
+        free = max((n for n in captured_sizes(runner) if n < found), default=0)
+    logger.info(
+        "DFLASH: rows are free up to %d requests, whose blocks are verified whole. Ms a verify of whole "
+        "blocks of %s requests: %s.",
+        free,
+        loads,
+        [round(1e3 * of_load, 2) for of_load in seconds.tolist()],
+    )
+    return math.inf if found is None else free + 1
+
+
+def _seconds_of_whole_blocks(worker: Any, loads: list[int]) -> np.ndarray:
+    """Return the seconds of a verify of whole blocks at each load. [L]"""
+    timer, whole = _VerifyTimer(worker, AnyRows(), (worker.block_size,)), (worker.block_size - 1,)
+    return timer.time_loads([whole], loads, feasible_context(worker, _CONTEXT), math.inf)[0][:, 0]
+
+
 def make_planner(
-    worker: Any, settings: AdaptiveSettings | None, tp_group: Any, metrics: DFlashMetrics
+    worker: Any, settings: AdaptiveSettings | None, least: float, tp_group: Any, metrics: DFlashMetrics
 ) -> LengthPlanner:
     """Make what chooses verify lengths: without settings, whole blocks.
 
-    `worker` is the `DFlashWorker`, whose runners have their pools, backends and graphs.
+    Args:
+        worker: the `DFlashWorker`, whose runners have their pools, backends and graphs.
+        settings: of adaptive lengths.
+        least: requests from which lengths are adaptive.
+        tp_group: rank 0 chooses for all of it.
+        metrics: counts verify lengths.
     """
     block_size = worker.block_size
-    if settings is None:
+    if settings is None or math.isinf(least):
         return WholeBlocks(block_size)
+    least = int(least)
     runner, verify_lens = worker.target_worker.model_runner, settings.verify_lens(block_size, worker.device)
     is_recurrent = mambaish_config(runner.model_config) is not None
     backends: Backends
     if runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)
     else:
-        backends = RowBackends.capture(runner, block_size)
-    budget = float("inf") if tp_group.world_size > 1 else _BUDGET_S[worker.device]
-    costs = _measure(worker, backends, verify_lens, budget)
+        backends = RowBackends.capture(runner, block_size, least)
+    loads = [n for n in _loads(runner) if n >= least]
+    budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
+    costs = _measure(worker, backends, verify_lens, loads, budget)
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    return AdaptiveLengths(
-        LengthChooser(costs, num_rows, settings.probe_share, worker.drafter.writes_context_apart),
-        backends,
-        CycleClock(runner.device),
-        tp_group,
-        metrics,
-        get_observability().decode_log_interval,
+    arguments: dict[str, Any] = dict(
+        chooser=LengthChooser(costs, num_rows, settings.probe_share, worker.drafter.writes_context_apart),
+        backends=backends,
+        clock=CycleClock(runner.device),
+        tp_group=tp_group,
+        metrics=metrics,
+        log_every=get_observability().decode_log_interval,
     )
+    if least == 1:
+        return AdaptiveLengths(**arguments)
+    return AdaptiveFromBreakEven(least, WholeBlocks(block_size), **arguments)
 
 
 def reason_for_whole_blocks(runner: Any) -> str:
@@ -117,9 +172,10 @@ def reason_for_whole_blocks(runner: Any) -> str:
     return "SGLang applies adapters to blocks of one width" if get_lora().enable_lora else ""
 
 
-def _measure(worker: Any, backends: Backends, verify_lens: tuple[int, ...], budget: float) -> CostTable:
+def _measure(
+    worker: Any, backends: Backends, verify_lens: tuple[int, ...], loads: list[int], budget: float
+) -> CostTable:
     timer, start = _CycleTimer(worker, backends, verify_lens), time.perf_counter()
-    loads = _loads(timer.runner)
     context = feasible_context(worker, _CONTEXT)
     longest = verify_lens[-1] - 1
     cycles = [*((verify_len - 1,) for verify_len in verify_lens), (longest, 0)]
@@ -280,11 +336,24 @@ class _CycleTimer:
         seconds = []
         for in_turn in reversed(cycles):
             plan = plan_lengths(self._backends, np.resize(in_turn, n), np.zeros(n, dtype=bool))
-            run = functools.partial(self._worker.run_cycle, plan=plan)
+            run = functools.partial(self._run, plan=plan)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
             batches = [make_batch(self._worker, n, context) for _ in range(1 + timed)]
             seconds.append(seconds_overlapped(self._worker, run, batches))
         return np.array(seconds[::-1]).T
+
+    def _run(self, batch: Any, plan: CyclePlan) -> None:
+        self._worker.run_cycle(batch, plan)
+
+
+class _VerifyTimer(_CycleTimer):
+    """Times verifies without drafts, for which the draft needs no graphs yet."""
+
+    def _run(self, batch: Any, plan: CyclePlan) -> None:
+        drafter, size = self._worker.drafter, plan.verify_len
+        cycle = Cycle.begin(batch, self.runner, drafter.mask_token_id, size)
+        tokens = torch.zeros_like(cycle.tokens)
+        verify(self._worker.target_worker, batch, cycle.packed(plan.layout), DraftBlock(tokens))
 
 
 def seconds_overlapped(worker: Any, run: Callable[[Any], Any], batches: Sequence[Any]) -> tuple[float, float]:

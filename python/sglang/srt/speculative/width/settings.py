@@ -14,6 +14,10 @@ from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
 
+# Devices on which adaptive width is on by default. "cuda" joins when a GPU has shown the ratios that the
+# table of defaults asks for (benchmark/gpu/README.md).
+ON_BY_DEFAULT = ("cpu",)
+
 _Steps = tuple[Annotated[int, Field(ge=0)], ...]  # numbers of drafted tokens, in SGLang's words
 
 
@@ -24,7 +28,8 @@ class AdaptiveSettings:
     Attributes:
         candidate_steps: drafted tokens per request that start-up measures, ascending. 0 is plain decoding.
             The last is the most that a request verifies. None: on a CPU 0, 1, 3, 7, .. up to all of them.
-            On a GPU 0, about half and all: few rows cost as much as more there.
+            On a GPU 0, about half and all, and whole blocks while rows are free. If steps are given, a GPU
+            follows them at every load.
         probe_share: share of the time that probes may cost.
     """
 
