@@ -30,6 +30,7 @@ LOAD_S = {1: 3, 4: 3, 16: 4, 48: 9}
 UNDRAFTED_S = {1: 11, 4: 11, 16: 13, 48: 17}  # of servers that verify a token a step
 LARGE = 3.3  # times LOAD_S, by the bytes of the weights
 MIXED_S, ANSWERS_S, PROFILE_S, TESTS_S = 12, 6, 12, 60
+EVERY_LOAD = Path(__file__).parent / "every_load.json"  # else adaptive width begins at the break-even
 FIRST_TESTS = ("test_host_transfers",)
 
 
@@ -74,6 +75,7 @@ def list_of_parts(sizes: Sizes) -> list[Part]:
     sampled = ("--speculative-draft-sample-method", "probabilistic")
     whole_blocks = 0.0 if sizes.is_rehearsal else 2.9  # the default is adaptive width on a CPU
     row_graphs = ("DFLASH: made graphs of",)
+    every_load = servers.ADAPTIVE, "--speculative-adaptive-config", servers.from_root(EVERY_LOAD)
     return [
         # Ours against the built-in, first where a request is alone.
         speed(dense, "fa3", DFLASH, (1, 48), profiled=1),
@@ -85,14 +87,14 @@ def list_of_parts(sizes: Sizes) -> list[Part]:
         mixed(dense, "fa3", MIXED_WHOLE),
         # Whether speculation pays, and what a useless draft costs.
         speed(dense, "fa3", NO_SPECULATION, (1, 48)),
-        speed(dense, "fa3", USELESS, (1,)),
+        speed(dense, "fa3", USELESS, (48,)),
         # What every user gets: is it right?
         smoke("default-flags", None, DRAFT, least=whole_blocks, says=("prefill CUDA graph end",)),
         smoke("context-limit", "fa3", DRAFT, "--speculative-num-draft-tokens", "16", least=2.7),
         # If there is more time.
         speed(dense, "flashinfer", DFLASH, (1,)),
         speed(dense, "fa3", FP8_HEAD, (1,)),
-        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, "--speculative-adaptive", says=row_graphs),
+        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, *every_load, says=row_graphs),
         *_tests(FIRST_TESTS),
         smoke("replay-32", "fa3", HYBRID_DRAFT, *replay, least=2.9),
         *(speed(hybrid, "fa3", name, (1, 4)) for name in (DFLASH, NO_SPECULATION, BUILT_IN_DFLASH)),
