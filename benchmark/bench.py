@@ -22,6 +22,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -38,6 +39,7 @@ import report
 import torch
 from acceptance import Acceptance, sum_histograms
 from prompt_sets import PromptSet, RequestMaker
+from safetensors.torch import load_file, save_file
 from serving import (
     CHAT_DRAFT,
     CHAT_TARGET,
@@ -66,6 +68,7 @@ COPY_AHEAD, ADAPTIVE_WIDTH = "--speculative-copy-ahead", "--speculative-adaptive
 SPECULATIVE = {
     "whole": (report.WHOLE_BLOCKS, ("--no-speculative-adaptive",)),
     "adaptive": (report.ADAPTIVE, (ADAPTIVE_WIDTH,)),
+    "useless": (report.ADAPTIVE + report.USELESS, (ADAPTIVE_WIDTH,)),
     "whole-copies": (report.WHOLE_BLOCKS + report.COPIES, ("--no-speculative-adaptive", COPY_AHEAD)),
     "adaptive-copies": (report.ADAPTIVE + report.COPIES, (ADAPTIVE_WIDTH, COPY_AHEAD)),
 }
@@ -224,13 +227,27 @@ def plan(
                 continue
             file = scratch / f"phases-{len(variants)}.json"
             env = {**threads, **phase_times(file)}
-            arguments = (*common, *dflash_arguments(draft), *flags)
+            served = draft
+            if key == "useless":
+                served = write_useless_draft(Path(draft), scratch / f"useless-{len(variants)}")
+            arguments = (*common, *dflash_arguments(served), *flags)
             variants.append(Variant(name, arguments, env, phase_file=file, skips=skips))
     if args.peer_env or args.peer_python:
         env = {**threads, **dict(pair.split("=", 1) for pair in args.peer_env)}
         arguments = (*common, *dflash_arguments(drafts[0]), *shlex.split(args.peer_args))
         variants.append(Variant("built-in DFLASH", arguments, env, args.peer_python or sys.executable))
     return variants
+
+
+def write_useless_draft(draft: Path, folder: Path) -> Path:
+    """Copy a draft's folder, with random weights, and return the copy. What it drafts is never right."""
+    shutil.copytree(draft, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors, random = load_file(file), torch.Generator().manual_seed(0)
+        for tensor in filter(torch.is_floating_point, tensors.values()):
+            tensor.copy_(torch.randn(tensor.shape, generator=random) / 50)
+        save_file(tensors, file)
+    return folder
 
 
 def phase_times(path: Path) -> dict[str, str]:

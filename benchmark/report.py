@@ -19,7 +19,7 @@ from acceptance import Acceptance
 PHASES = ("prepare", "draft", "verify", "accept", "commit", "rest")
 NO_SPECULATION, WHOLE_BLOCKS, ADAPTIVE = "no speculation", "whole blocks", "adaptive"
 COPIES = ", copies"  # at the end of a server's name
-OUR_LAYERS = ", our layers"
+OUR_LAYERS, USELESS = ", our layers", ", useless draft"
 
 
 def cell(load) -> tuple[str, float, int]:
@@ -247,7 +247,8 @@ def markdown(heading: dict, loads, stem: str) -> str:
         table(loads),
         f"![tokens per second and acceptance]({stem}.png)",
         "## Gain over no draft and over the fastest peer",
-        "No draft is as above. Peers are SGLang without our layers, its own DFLASH, and other engines.",
+        "No draft is as above. Peers are SGLang without our layers, its own DFLASH, and other engines. "
+        "The useless draft has the draft's shapes and random weights.",
         ratio_table(loads),
         "## First round",
         "Before a row's first round, a server has answered four requests to warm up, and the rows above.",

@@ -18,7 +18,8 @@ import transformers
 from acceptance import Acceptance, shortfall
 from bench import Load
 from prompt_sets import CHAT_SETS
-from serving import ROOT, TARGET
+from safetensors.torch import load_file
+from serving import DRAFT, ROOT, TARGET
 
 
 def test_humaneval_is_the_packages_file():
@@ -91,12 +92,14 @@ def run(monkeypatch, tmp_path, *flags: str, wrong: str | None = None) -> int:
         else:
             name = "whole" if "--no-speculative-adaptive" in arguments else "adaptive"
             name += "-copies" * ("--speculative-copy-ahead" in arguments)
+            name = "useless" if "a useless d" in arguments else name
         yield FakeServer(name, wrong)
 
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"id": f"{n}", "text": f"prompt {n}"}) + "\n" for n in range(40)))
     monkeypatch.setattr(bench, "serve", serve)
     monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "write_useless_draft", lambda draft, folder: f"a useless {draft}")
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     pair = ["--target", "t", "--draft", "d", "--prompts", f"own={file}"]
     monkeypatch.setattr(sys, "argv", ["bench.py", *pair, *flags])
@@ -106,7 +109,7 @@ def run(monkeypatch, tmp_path, *flags: str, wrong: str | None = None) -> int:
 def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path, capsys):
     flags = ("--rounds", "2", "--concurrency", "1", "4", "--temperature", "0", "1", "--name", "x.y")
     assert run(monkeypatch, tmp_path, *flags) == 0
-    order = ["none", "none-ours", "whole", "adaptive", "whole-copies", "adaptive-copies"]
+    order = ["none", "none-ours", "whole", "adaptive", "useless", "whole-copies", "adaptive-copies"]
     assert [name for name, *_ in FakeServer.sent] == order + 6 * order  # the first ones warm up
     runs = FakeServer.sent[len(order) :]
     for first in range(0, len(runs), len(order)):
@@ -123,6 +126,14 @@ def test_check_counts_and_fails_on_a_difference(monkeypatch, tmp_path, capsys):
     assert run(monkeypatch, tmp_path, *flags, wrong="prompt 3") == 1
     output = capsys.readouterr().out
     assert "1 answers different" in output and "token 2: [1] for [9]" in output
+
+
+def test_a_useless_draft_has_the_shapes_of_the_draft(tmp_path):
+    copy = bench.write_useless_draft(DRAFT, tmp_path / "copy")
+    real, random = (load_file(folder / "model.safetensors") for folder in (DRAFT, copy))
+    assert (copy / "config.json").read_text() == (DRAFT / "config.json").read_text()
+    assert {name: x.shape for name, x in real.items()} == {name: x.shape for name, x in random.items()}
+    assert not any(x.equal(random[name]) for name, x in real.items())
 
 
 def load(server: str, seconds: float, number: int = 0, **more) -> Load:
