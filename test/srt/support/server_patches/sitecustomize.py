@@ -113,8 +113,8 @@ def _every_so_often(module, change) -> None:
     """Change what is accepted in one cycle of PLANTED_EVERY."""
     accept, cycles = module.Acceptor.accept, itertools.count(1)
 
-    def accept_and_change(self, *args):
-        accepted = accept(self, *args)
+    def accept_and_change(self, *args, **kwargs):
+        accepted = accept(self, *args, **kwargs)
         return accepted if next(cycles) % PLANTED_EVERY else change(accepted)
 
     module.Acceptor.accept = accept_and_change
