@@ -132,24 +132,23 @@ def _write_context_kv(size: Size) -> Pairs:
 
 
 def _find_match(size: Size) -> Pairs:
-    history, _, rows, lengths = inputs.random_texts(1, BS, 3000, 3, size.device)  # two tiles
+    history, rows, lengths = inputs.random_texts(1, BS, 3000, 3, size.device)  # two tiles
     got, want = _both(copy_ahead, "find_match", lambda: (history, rows, lengths, 3000))
     yield got[0].amax(dim=1), want[0].amax(dim=1), 0
 
 
-def _choose_copies(size: Size) -> Pairs:
-    history, records, rows, lengths = inputs.random_texts(1, BS, 3000, 3, size.device)
-    records[:, 1] *= 0.2  # most matches are preferred to a draft
+def _copy_matches(size: Size) -> Pairs:
+    history, rows, lengths = inputs.random_texts(1, BS, 3000, 3, size.device)
     keys = copy_ahead.find_match.__wrapped__(history, rows, lengths, 3000)
-    yield *_both(copy_ahead, "choose_copies", lambda: (history, records, rows, lengths, keys, size.block)), 0
+    yield *_both(copy_ahead, "copy_matches", lambda: (history, rows, lengths, keys, size.block)), 0
 
 
 def _append_tokens(size: Size) -> Pairs:
     def make() -> tuple:
         texts = inputs.random_texts(1, BS, 40, 9, size.device)
-        return *texts, *inputs.random_kept(1, BS, size.block, size.device), True
+        return *texts, inputs.random_tokens(1, BS, size.block, size.device)
 
-    yield *_both(copy_ahead, "append_tokens", make), 1e-6
+    yield *_both(copy_ahead, "append_tokens", make), 0
 
 
 def _prepare_rows(size: Size) -> Pairs:
@@ -240,7 +239,7 @@ TWINS: dict[str, Callable[[Size], Pairs]] = {
     "block_conv.block_conv": _block_conv,
     "context_kv.write_context_kv": _write_context_kv,
     "copy_ahead.find_match": _find_match,
-    "copy_ahead.choose_copies": _choose_copies,
+    "copy_ahead.copy_matches": _copy_matches,
     "copy_ahead.append_tokens": _append_tokens,
     "peagle_rows.prepare_rows": _prepare_rows,
     "peagle_rows.append_rows": _append_rows,

@@ -1,14 +1,10 @@
-"""Force a server's target to emit given tokens, for copy_ahead.py and copy_rules.py.
+"""Force a server's target to emit given tokens, for copy_ahead.py and adaptive.py.
 
 Python imports this at start-up if its folder is on PYTHONPATH. A request's custom_params["forced"] are token
 ids by output position. -1 leaves a position to the target, as does the first token, which comes from the
 prefill. Drafts see the hidden states of the resulting text.
-
-COPY_RULE, fields of `CopyRule` as JSON, changes when the server copies.
 """
 
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -34,16 +30,11 @@ def force_tokens(module) -> None:
     module.constrain = constrain_and_force
 
 
-def set_copy_rule(module) -> None:
-    module.RULE = module.CopyRule(**json.loads(os.environ.get("COPY_RULE", "{}")))
-
-
 sys.path.append(str(Path(__file__).parent.parent))
 from after_import import after_import  # noqa: E402
 
 after_import(
     {
         "sglang_dflash.srt.speculative.dflash_worker": force_tokens,
-        "sglang_dflash.kernels.ops.speculative.copy_ahead": set_copy_rule,
     }
 )

@@ -178,20 +178,16 @@ def random_texts(seed: int, bs: int, longest: int, vocabulary: int, device: str)
         -1 if seed % 3 == 0 else 0, vocabulary, (bs + 3, longest + 20), generator=rng, dtype=torch.int32
     )
     rows = torch.randperm(bs + 3, generator=rng)[:bs]
-    records = torch.rand(bs + 3, 2, generator=rng)
-    return (*(x.to(device) for x in (history, records, rows, lengths - 1)),)
+    return (*(x.to(device) for x in (history, rows, lengths - 1)),)
 
 
 NO_LIMIT = 1 << 30  # SGLang's value for top_k = -1
 
 
-def random_kept(seed: int, bs: int, width: int, device: str) -> tuple:
-    """Return what append_tokens takes after random_texts, but for `was_drafted`."""
+def random_tokens(seed: int, bs: int, width: int, device: str) -> torch.Tensor:
+    """Return the output [bs, width] of blocks."""
     rng = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(1000, (bs, width), generator=rng)
-    accept_len = torch.randint(width, (bs,), generator=rng, dtype=torch.int32)
-    lengths = torch.randint(-12, 12, (bs,), generator=rng, dtype=torch.int32)
-    return (*(x.to(device) for x in (tokens, accept_len, lengths)),)
+    return torch.randint(1000, (bs, width), generator=rng).to(device)
 
 
 def random_walk(

@@ -79,16 +79,15 @@ def launch_find_match(bs=4, width=16):
     copy_ahead.find_match.__wrapped__(texts, ints, ints, 2048 * width)
 
 
-def launch_choose_copies(bs=4, width=16):
+def launch_copy_matches(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
-    keys, records = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2)
-    copy_ahead.choose_copies.__wrapped__(texts, records, ints, ints, keys, width)
+    keys = torch.zeros(bs, width, dtype=torch.int64)
+    copy_ahead.copy_matches.__wrapped__(texts, ints, ints, keys, width)
 
 
 def launch_append_tokens(bs=4, width=16):
     texts, ints = torch.zeros(48, 40_977, dtype=torch.int32), torch.zeros(bs, dtype=torch.int64)
-    tokens, records, counts = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 2), ints.int()
-    copy_ahead.append_tokens.__wrapped__(texts, records, ints, ints, tokens, counts, counts, width % 2 == 0)
+    copy_ahead.append_tokens.__wrapped__(texts, ints, ints, torch.zeros(bs, width, dtype=torch.int64))
 
 
 def launch_accept(is_decided: bool, is_relayed: bool, bs=4, width=16):
@@ -186,7 +185,7 @@ CASES = {
     "append_rows": (peagle_rows, "append_rows_kernel", launch_append_rows, (False,)),
     "append_rows, packed": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
     "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
-    "choose_copies": (copy_ahead, "choose_copies_kernel", launch_choose_copies, ()),
+    "copy_matches": (copy_ahead, "copy_matches_kernel", launch_copy_matches, ()),
     "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),
     "accept_blocks": (accept, "accept_kernel", launch_accept, (False, False)),
     "accept_blocks, relayed": (accept, "accept_kernel", launch_accept, (False, True)),

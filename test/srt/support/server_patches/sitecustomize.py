@@ -69,10 +69,8 @@ def misdeclared_draft(module) -> None:
 
 
 def eager_copies(module) -> None:
-    """Let a request copy whenever its last token has occurred before, however copies fare."""
-    from dataclasses import replace
-
-    module.RULE = replace(module.RULE, shortest=1, copies_follow=0.0, drafts_follow=0.0, drafts_start=0.0)
+    """Let a request copy whenever its last token has occurred before."""
+    module.SHORTEST_MATCH = 1
 
 
 def broken_logits(module) -> None:

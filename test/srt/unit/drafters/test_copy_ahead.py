@@ -1,4 +1,4 @@
-"""Copies from a request's own text: kernels, search, learned trust, and the drafter."""
+"""Copies from a request's own text: kernels, search, and the drafter."""
 
 from types import SimpleNamespace
 
@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.decisions import accepted_blocks
-from support.kernel_inputs import random_kept, random_texts
+from support.kernel_inputs import random_texts, random_tokens
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import copy_ahead
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
@@ -42,12 +42,12 @@ def match_by_hand(text: list[int]) -> tuple[int, int]:
     for end in range(len(text) - 1):
         length = 0
         while (
-            length < RULE.longest
+            length < LONGEST_MATCH
             and length <= end
             and text[end - length] == text[len(text) - 1 - length] >= 0
         ):
             length += 1
-        if length >= RULE.shortest and length >= found[0]:
+        if length >= SHORTEST_MATCH and length >= found[0]:
             found = length, end
     return found
 
@@ -64,32 +64,28 @@ def copy_by_hand(text: list[int], end: int, count: int) -> list[int]:
 
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_the_longest_most_recent_match_is_copied(seed, bs, longest, vocabulary, block_size):
-    history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, "cpu")
+    history, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, "cpu")
     keys = copy_ahead.find_match_torch(history, rows, seq_lens, longest)
-    copied, lengths = copy_ahead.choose_copies_torch(history, records, rows, seq_lens, keys, block_size)
+    copied, lengths = copy_ahead.copy_matches_torch(history, rows, seq_lens, keys, block_size)
     assert copied[:, :1].eq(-1).all() and copied.shape == (bs, block_size)
     for i in range(bs):
         text = history[rows[i], : seq_lens[i] + 1].tolist()
         length, end = match_by_hand(text)
         want = copy_by_hand(text, end, block_size - 1) if length else [-1]
-        trust = 1 if length >= RULE.long else RULE.trust_medium if length >= RULE.medium else RULE.trust_short
-        copies, drafts = records[rows[i]].tolist()
         if want[0] < 0:
             assert lengths[i] == 0 and copied[i].eq(-1).all()
-        elif trust * copies >= drafts:
-            assert lengths[i] == length and copied[i, 1:].tolist() == want
         else:
-            assert lengths[i] == -length and copied[i].eq(-1).all()
+            assert lengths[i] == length and copied[i, 1:].tolist() == want
 
 
 @against_twin
 @given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 60), st.integers(1, 4), st.integers(2, 17))
 def test_copying_equals_its_twin(seed, bs, longest, vocabulary, block_size):
-    history, records, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
+    history, rows, seq_lens = random_texts(seed, bs, longest, vocabulary, DEVICE)
     keys = copy_ahead.find_match.__wrapped__(history, rows, seq_lens, longest)
     assert torch.equal(keys.amax(1), copy_ahead.find_match_torch(history, rows, seq_lens, longest).amax(1))
-    arguments = history, records, rows, seq_lens, keys, block_size
-    outputs = copy_ahead.choose_copies.__wrapped__(*arguments), copy_ahead.choose_copies_torch(*arguments)
+    arguments = history, rows, seq_lens, keys, block_size
+    outputs = copy_ahead.copy_matches.__wrapped__(*arguments), copy_ahead.copy_matches_torch(*arguments)
     for got, want in zip(*outputs, strict=True):
         assert torch.equal(got, want) and got.dtype == want.dtype
 
@@ -105,79 +101,22 @@ def test_a_text_of_many_tiles_equals_its_twin(monkeypatch):
     for row, length in enumerate(seq_lens.tolist()):
         history[row, length - 11 : length + 1] = history[row, 1:13]
     history, rows, seq_lens = history.to(DEVICE), torch.arange(3, device=DEVICE), seq_lens.to(DEVICE)
-    records = torch.tensor([[1.0, 0.0]]).repeat(3, 1).to(DEVICE)
     keys = copy_ahead.find_match.__wrapped__(history, rows, seq_lens, 640)
     want = copy_ahead.find_match_torch(history, rows, seq_lens, 640)
     assert keys.shape == (3, 40) and torch.equal(keys.amax(1), want.amax(1))
-    arguments = history, records, rows, seq_lens
-    copied, lengths = copy_ahead.choose_copies.__wrapped__(*arguments, keys, 8)
+    copied, lengths = copy_ahead.copy_matches.__wrapped__(history, rows, seq_lens, keys, 8)
     assert lengths.tolist() == [12, 12, 12] and torch.equal(copied[:, 1:], history[:, 13:20].long())
 
 
 @against_twin
-@given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 9), st.booleans())
-def test_appending_equals_its_twin(seed, bs, width, was_drafted):
-    history, records, rows, seq_lens = random_texts(seed, bs, 40, 9, DEVICE)
-    kept = random_kept(seed, bs, width, DEVICE)
-    outcomes = []
-    for append in (copy_ahead.append_tokens.__wrapped__, copy_ahead.append_tokens_torch):
-        written = history.clone(), records.clone()
-        append(*written, rows, seq_lens, *kept, was_drafted)
-        outcomes.append(written)
-    assert torch.equal(outcomes[0][0], outcomes[1][0])
-    assert torch.allclose(outcomes[0][1], outcomes[1][1], atol=1e-6)
-    if width == 1:
-        assert torch.equal(outcomes[0][1], records)  # nothing was proposed, so nothing is learned
-
-
-# -- learned trust
-
-
-def play(
-    copies_kept: float,
-    drafts_kept: float,
-    cycles: int,
-    length: int = RULE.long,
-    known: float = RULE.drafts_start,
-) -> list[bool]:
-    """Return whether a request with a match in every cycle copies.
-
-    The arguments give the share kept of a copied block and of a drafted one. known: what the record says of
-    drafts at first.
-    """
-    history = torch.arange(30, dtype=torch.int32)[None]
-    history[0, 20 - length + 1 : 21] = history[0, 1 : length + 1]
-    records, rows, seq_lens = (
-        torch.tensor([[RULE.copies_start, known]]),
-        torch.tensor([0]),
-        torch.tensor([20]),
-    )
-    chosen = []
-    for _ in range(cycles):
-        keys = copy_ahead.find_match(history, rows, seq_lens, 21)
-        _, lengths = copy_ahead.choose_copies(history, records, rows, seq_lens, keys, 8)
-        assert abs(int(lengths)) == length
-        chosen.append(int(lengths) > 0)
-        kept = torch.tensor([round(7 * (copies_kept if chosen[-1] else drafts_kept))])
-        copy_ahead.append_tokens(
-            history.clone(), records, rows, seq_lens, torch.zeros(1, 8).long(), kept, lengths, True
-        )
-    return chosen
-
-
-def test_copies_that_are_kept_go_on():
-    assert all(play(copies_kept=1.0, drafts_kept=0.5, cycles=50))
-
-
-def test_copies_that_fail_are_given_up_and_tried_again():
-    chosen = play(copies_kept=0.0, drafts_kept=0.5, cycles=400)
-    assert chosen[0] and not any(chosen[12:50]), "it goes on copying in vain"
-    assert 1 <= sum(chosen[50:]) <= 25, f"{sum(chosen[50:])} attempts in 350 cycles"
-
-
-def test_a_short_match_gives_way_to_a_good_draft_and_a_long_one_does_not():
-    assert not any(play(copies_kept=1.0, drafts_kept=0.8, cycles=30, length=RULE.shortest, known=0.8))
-    assert all(play(copies_kept=1.0, drafts_kept=0.8, cycles=30, length=RULE.long, known=0.8))
+@given(st.integers(0, 2**31), st.integers(0, 4), st.integers(1, 9))
+def test_appending_equals_its_twin(seed, bs, width):
+    history, rows, seq_lens = random_texts(seed, bs, 40, 9, DEVICE)
+    tokens = random_tokens(seed, bs, width, DEVICE)
+    written = history.clone(), history.clone()
+    copy_ahead.append_tokens.__wrapped__(written[0], rows, seq_lens, tokens)
+    copy_ahead.append_tokens_torch(written[1], rows, seq_lens, tokens)
+    assert torch.equal(*written)
 
 
 # -- the drafter

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.width_simulation import DEPTH, LOADS, WIDTHS, Cost, Simulation
 
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH
 from sglang_dflash.srt.speculative.cycle.plan import Requests, Work
 from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser, choose_lengths
@@ -170,7 +170,7 @@ def test_every_compared_token_of_a_copy_is_a_label_at_its_own_length():
     for _ in range(80):
         estimate.learn(ints(GREEDY, GREEDY), ints(14, 5), ints(3, 1), ints(2, 1))
     after = estimate.averages[GREEDY]
-    assert after[14] > 0.95 and after[15] > 0.95 and after[RULE.longest] < 0.1 and after[5] > 0.95
+    assert after[14] > 0.95 and after[15] > 0.95 and after[LONGEST_MATCH] < 0.1 and after[5] > 0.95
     assert (after[:5] == before[GREEDY, :5]).all()
     assert (estimate.averages[SAMPLED] == before[SAMPLED]).all()
     copied, nothing = estimate.prefix_accept_probs(ints(GREEDY, GREEDY), ints(14, 0))

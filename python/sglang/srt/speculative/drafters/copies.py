@@ -2,9 +2,9 @@
 
 A copy is what followed the request's last tokens earlier in its prompt or output.
 
-Per request and cycle the proposal is such a copy, or the draft's block. The choice depends on the request's
-text and on earlier copies in it, never on the draft's tokens. So it is lossless for sampled requests: a
-copied token has probability 1, whatever the draft method.
+Per request and cycle the proposal is such a copy, or the draft's block. In whole blocks each match is copied;
+with adaptive lengths the plan says which. The choice depends on texts, never on the draft's tokens. So it is
+lossless for sampled requests: a copied token has probability 1, whatever the draft method.
 
 The feature is not called n-gram: SGLang has an algorithm and flags of that name, which draft from a store
 that all requests share."""
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE, append_tokens, choose_copies, find_match
+from sglang_dflash.kernels.ops.speculative.copy_ahead import append_tokens, copy_matches, find_match
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
@@ -133,10 +133,6 @@ class CopySource:
         self.history = torch.full(
             (rows, context_len + self._block_size + 1), -1, dtype=torch.int32, device=device
         )
-        self._start = torch.tensor([RULE.copies_start, RULE.drafts_start]).to(device)
-        self._records = self._start.repeat(rows, 1)
-        # By these, a copy is never worse than the draft.
-        self._no_records = torch.zeros_like(self._records)
         self.knows_matches_on_host = device.type == "cpu"
         logger.info(
             "DFLASH copy-ahead: texts of %d requests take %.1f MB.", rows, self.history.numel() * 4 / 1e6
@@ -155,7 +151,6 @@ class CopySource:
         ]
         new_rows = prompts.req_pool_indices[: len(texts)]
         self._write(new_rows, texts)
-        self._records[new_rows] = self._start
         rows = _repeated(prompts.req_pool_indices, prompts.extend_lens, prompts.tokens.numel())
         self.history[rows, prompts.positions] = self._valid(prompts.tokens)
 
@@ -173,7 +168,6 @@ class CopySource:
         self.stats.on_admission()
         outputs = zip(requests.reqs, requests.output_ids, strict=True)
         self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
-        self._records[requests.req_pool_indices] = self._start
 
     def look_up(self, batch: Any) -> np.ndarray:
         """Find the matches of the next cycle, before it is planned.
@@ -192,27 +186,26 @@ class CopySource:
         return np.full(bs, UNKNOWN)
 
     def choose(self, batch: Any, plan: CyclePlan) -> None:
-        """Choose the requests that copy what `look_up` found.
+        """Copy what `look_up` found, for the requests that the plan names.
 
-        If the plan does not say who copies, each request's record of copies and drafts decides. If the plan
-        knows of no matches, nothing is copied and compared.
+        If the plan names none, each match is copied. If it knows of no matches, none is copied and compared.
         """
         self._is_planned, self._lengths = plan.copies.size > 0, NOTHING_LOOKED_UP.lengths
-        if not self._keys.numel():
+        keys, self._keys = self._keys, NOTHING_LOOKED_UP.right
+        if not keys.numel():
             return
         if self._is_planned and not plan.matches.size:
-            self._found, self._keys = NOTHING_LOOKED_UP.right, NOTHING_LOOKED_UP.right
+            self._found = NOTHING_LOOKED_UP.right
             self._lengths = torch.zeros_like(batch.seq_lens, dtype=torch.int32)
             return
-        self._found, self._lengths = choose_copies(
+        self._found, self._lengths = copy_matches(
             self.history,
-            self._no_records if self._is_planned else self._records,
-            batch.req_pool_indices,
-            batch.seq_lens,
-            self._keys,
-            self._block_size,
+            requests=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            keys=keys,
+            block_size=self._block_size,
         )
-        self._keys, self._copied = NOTHING_LOOKED_UP.right, self._found
+        self._copied = self._found
         if self._is_planned:
             is_copy = on_device(plan.copies, torch.bool, self._found.device)
             self._lengths = torch.where(is_copy, self._lengths, -self._lengths)
@@ -243,17 +236,7 @@ class CopySource:
         lengths, right = self._lengths, NOTHING_LOOKED_UP.right
         if self._is_planned and lengths.numel() and self._found.numel():
             right = _num_right(self._found, accepted)
-        append_tokens(
-            self.history,
-            self._records,
-            cycle.req_pool_indices,
-            cycle.committed,
-            accepted.tokens,
-            accepted.accept_len,
-            # If the plan says who copies, estimates replace a request's record.
-            torch.zeros_like(accepted.accept_len) if self._is_planned or not lengths.numel() else lengths,
-            was_drafted and not self._is_planned,
-        )
+        append_tokens(self.history, cycle.req_pool_indices, cycle.committed, accepted.tokens)
         # SGLang waits for later work before it reports accept lengths, so these have arrived by then.
         lengths, right = (numbers.to("cpu", non_blocking=True) for numbers in (lengths, right))
         self.proposals = Proposals(lengths, right, was_drafted, self.stats.admissions)

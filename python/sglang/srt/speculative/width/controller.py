@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
@@ -262,7 +262,7 @@ class AdaptiveLengths:
         """Learn from matches, used or not. The choice knew of matches of `expected` lengths."""
         seen = np.minimum(np.minimum(right, accepted) + 1, self.chooser.max_draft_tokens)
         goes_on = right > accepted
-        longer = np.minimum(np.abs(lengths) + right, RULE.longest)
+        longer = np.minimum(np.abs(lengths) + right, LONGEST_MATCH)
         self._expected_matches[rows] = np.where(goes_on, longer, UNKNOWN_MATCH)
         some = (expected > 0) & (seen > 0)
         if some.any():
@@ -273,7 +273,7 @@ class AdaptiveLengths:
         time_ratio = round(self._measured / self._expected, 3) if self._expected else None
         copies = {}
         if DFlashOptions.COPY_AHEAD.get():
-            averages = self.chooser.copies.averages[:, RULE.shortest :].round(3)
+            averages = self.chooser.copies.averages[:, SHORTEST_MATCH:].round(3)
             copies = {"copy_accept_probs": dict(zip(MODES, averages.tolist(), strict=True))}
         return copies | {
             "width": self._verify_len,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.kernels.ops.speculative.copy_ahead import RULE
+from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_dflash.srt.speculative.cycle.plan import Work
 
 # The target's argmax; its draws compared with a drafted argmax; rejection of drawn drafts; logits that a
@@ -108,17 +108,17 @@ class CopyEstimate(_Averages):
     """s_ik of copied tokens, by mode and length of the match.
 
     Each accepted token makes the match longer by one. So one probability per length says how long copies
-    last. Matches of `RULE.longest` tokens or more share a probability. A request copies at most
+    last. Matches of `LONGEST_MATCH` tokens or more share a probability. A request copies at most
     `max_draft_tokens`.
     """
 
     def __init__(self, max_draft_tokens: int):
-        super().__init__(RULE.longest + 1, {0: _UNKNOWN_PRIOR, RULE.shortest: _COPY_PRIOR})
+        super().__init__(LONGEST_MATCH + 1, {0: _UNKNOWN_PRIOR, SHORTEST_MATCH: _COPY_PRIOR})
         self._steps = np.arange(max_draft_tokens)
 
     def prefix_accept_probs(self, modes: np.ndarray, matches: np.ndarray) -> np.ndarray:
         """Return s_ik [n, max_draft_tokens], 0 without a match, for modes and matches [n]."""
-        lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
+        lengths = np.minimum(matches[:, None] + self._steps, LONGEST_MATCH)
         return self.averages[modes[:, None], lengths].cumprod(axis=1) * (matches > 0)[:, None]
 
     def learn(self, modes: np.ndarray, matches: np.ndarray, seen: np.ndarray, right: np.ndarray) -> None:
@@ -132,8 +132,8 @@ class CopyEstimate(_Averages):
             right: of these. [n]
         """
         is_seen = self._steps < seen[:, None]
-        lengths = np.minimum(matches[:, None] + self._steps, RULE.longest)
-        cells = modes[:, None] * (RULE.longest + 1) + lengths
+        lengths = np.minimum(matches[:, None] + self._steps, LONGEST_MATCH)
+        cells = modes[:, None] * (LONGEST_MATCH + 1) + lengths
         self._add(cells[is_seen], (self._steps < right[:, None])[is_seen])
 
 
