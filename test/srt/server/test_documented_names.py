@@ -46,6 +46,7 @@ FLAGS = {
         *("--speculative-algorithm", "--speculative-draft-model-path", "--speculative-num-draft-tokens"),
         *("--max-running-requests", "--no-speculative-adaptive", "--disable-radix-cache", "--page-size"),
     ),
+    "server/test_examples.py": ("--tool-call-parser",),
     "server/test_metrics.py": ("--enable-metrics", "--disable-overlap-schedule"),
     "engine/test_logit_processors.py": (
         "--enable-custom-logit-processor",
