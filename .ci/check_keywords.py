@@ -18,8 +18,6 @@ VARIADIC = {"gcd", "notify", "set_threshold", "zip"}
 # FlashInfer's compiled plan, and a kernel of SGLang whose parameters have other names on a CPU.
 FOREIGN = {"causal_conv1d_update", "plan"}
 UNNAMED = SHAPES | LOGS | VARIADIC | FOREIGN
-# Files that still pass such arguments by position.
-EXCEPTIONS = ("speculative/drafters/copies.py", "speculative/width/")
 
 
 def find_calls(node: ast.AST, own: frozenset[str] = frozenset()) -> Iterator[ast.Call]:
@@ -59,8 +57,6 @@ def is_tuple(value: ast.expr, own: frozenset[str]) -> bool:
 def main() -> int:
     found = 0
     for path in sorted(Path(sys.argv[1]).rglob("*.py")):
-        if any(part in path.as_posix() for part in EXCEPTIONS):
-            continue
         for call in find_calls(ast.parse(path.read_text())):
             print(f"{path}:{call.lineno}: name the arguments: {ast.unparse(call)[:80]}")
             found += 1

@@ -165,7 +165,9 @@ class DFlashWorker(BaseSpecWorker):
         self._draft_worker.model_runner.model.ends_before_head_from = least
         with as_draft(layout), self._with_draft_rows():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._planner = make_planner(self, settings, least, tp_group, self.metrics)
+        self._planner = make_planner(
+            self, settings=settings, least=least, tp_group=tp_group, metrics=self.metrics
+        )
         if DFlashOptions.COPY_AHEAD.get():
             target_runner = self._target_worker.model_runner
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape

@@ -75,10 +75,11 @@ class CopyStats:
                 if drafted and copied == (source == COPY) and (copied or cycle.was_drafted)
             ]
             accepted, proposed = (sum(block[i] for block in blocks) for i in (0, 1))
-            outcome = len(blocks), proposed, accepted
-            for counter, number in zip(self._outcomes.values(), outcome, strict=True):
+            for counter, number in zip(
+                self._outcomes.values(), (len(blocks), proposed, accepted), strict=True
+            ):
                 counter[source] += number
-            self._metrics.count_source(source, *outcome)
+            self._metrics.count_source(source, blocks=len(blocks), proposed=proposed, accepted=accepted)
         self._metrics.count_undrafted(not cycle.was_drafted)
         is_whole = all(is_copied) and list(accept_lens) == list(max_accept)
         self._whole = self._whole + 1 if is_whole and cycle.admissions == self.admissions else 0

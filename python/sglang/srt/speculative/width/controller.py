@@ -246,7 +246,14 @@ class AdaptiveLengths:
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
         if proposals.right.numel():
             lengths, right = proposals.lengths.numpy()[same], proposals.right.numpy()[same]
-            self._learn_copies(rows, modes, plan.matches[same], lengths, right, accepted)
+            self._learn_copies(
+                rows,
+                modes=modes,
+                expected=plan.matches[same],
+                lengths=lengths,
+                right=right,
+                accepted=accepted,
+            )
             verified = np.where((lengths <= 0) & ~plan.copies[same], verified, 0)
         self.chooser.drafts.learn(rows, modes, verified, accepted)
 

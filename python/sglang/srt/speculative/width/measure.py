@@ -139,7 +139,7 @@ def make_planner(
         backends = RowBackends.capture(runner, block_size, least)
     loads = [n for n in _loads(runner) if n >= least]
     budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
-    costs = _measure(worker, backends, verify_lens, loads, budget)
+    costs = _measure(worker, backends=backends, verify_lens=verify_lens, loads=loads, budget=budget)
     backends.follow(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     arguments: dict[str, Any] = dict(
@@ -197,16 +197,16 @@ def _measure(
     reads = timer.time_reads(few, context, budget / 4)
     sizes = getattr(backends, "sizes", ())  # of graphs keyed by rows
     costs = CostTable(
-        np.array(loads),
-        np.array(verify_lens),
-        verify,
-        draft,
-        not sizes and bool(captured_sizes(timer.runner)),
-        reads,
-        context,
-        sizes,
-        seconds[:, -1],
-        tries,
+        loads=np.array(loads),
+        verify_lens=np.array(verify_lens),
+        verify=verify,
+        draft=draft,
+        padded=not sizes and bool(captured_sizes(timer.runner)),
+        reads=reads,
+        context=context,
+        sizes=sizes,
+        mixed_sample=seconds[:, -1],
+        tries=tries,
     )
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "

@@ -151,7 +151,9 @@ class LengthChooser:
             prefix_accept_prob = np.where(copies[:, None], copied, prefix_accept_prob)
         is_free = copies & self._skips_draft
         ragged_overhead = self.costs.ragged_overhead(n)
-        lengths, tokens, seconds = choose_lengths(prefix_accept_prob, is_free, verify, draft, ragged_overhead)
+        lengths, tokens, seconds = choose_lengths(
+            prefix_accept_prob, is_free=is_free, verify=verify, draft=draft, ragged_overhead=ragged_overhead
+        )
         return Choice(lengths, copies & (lengths > 0), tokens, seconds)
 
     def work(self, choice: Choice, further: int = 0) -> Work:
@@ -160,7 +162,13 @@ class LengthChooser:
         if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies
         is_ragged = bool((lengths != lengths[0]).any())
-        return Work(len(lengths), int(lengths.sum()), int(is_drafted.sum()), is_ragged, further)
+        return Work(
+            requests=len(lengths),
+            verified=int(lengths.sum()),
+            drafted_for=int(is_drafted.sum()),
+            is_ragged=is_ragged,
+            further=further,
+        )
 
     def _probe(self, choice: Choice, rows: np.ndarray, further: int, most: np.ndarray) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
