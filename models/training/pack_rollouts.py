@@ -128,7 +128,7 @@ def main() -> None:
         pack(args.directory, args.file)
     else:
         index, parts = map(int, args.part.split("/"))
-        unpack(args.file, args.target_dir, args.shard_dir, (index, parts), args.shard_tokens)
+        unpack(args.file, args.target_dir, args.directory, (index, parts), args.shard_tokens)
 
 
 if __name__ == "__main__":
