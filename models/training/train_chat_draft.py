@@ -7,6 +7,7 @@ the most frequent tokens and some random ones, because the whole vocabulary woul
 
     python train_chat_draft.py SHARD_DIR TARGET_DIR DRAFT_DIR --minutes 60
     python train_chat_draft.py SHARD_DIR TARGET_DIR DFLASH2_DIR --minutes 60 --plain DRAFT_DIR
+    python train_chat_draft.py SHARD_DIR TARGET_DIR NEW_DIR --minutes 60 --start DRAFT_DIR      # of either kind
 
 Shapes: R rows, S positions, N anchors per row, B block size, V tokens in use, A captured layers,
 H hidden size.
@@ -263,6 +264,15 @@ def new_draft(config: dict, target: dict, plain: Path | None):
     return draft
 
 
+def started_draft(start: Path):
+    """Return a trained draft of either kind, to go on from."""
+    config = json.loads((start / "config.json").read_text())
+    draft = (DFlash2Draft if "selector_rank" in config["dflash_config"] else DFlashDraft)(config)
+    weights = load_file(str(start / "model.safetensors"))
+    draft.load_state_dict(weights)
+    return draft
+
+
 class Training:
     """Weights, optimizers and their average, saved together."""
 
@@ -311,6 +321,7 @@ def main() -> None:
     parser.add_argument("target_dir", type=Path)
     parser.add_argument("draft_dir", type=Path)
     parser.add_argument("--plain", type=Path, help="train a DFlash2 draft that starts as this DFlash draft")
+    parser.add_argument("--start", type=Path, help="go on from this draft, of either kind")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--rows", type=int, default=12, help="per step, over all processes")
     parser.add_argument("--anchors", type=int, default=64, help="per row")
@@ -332,12 +343,16 @@ def main() -> None:
     target_config = json.loads((args.target_dir / "config.json").read_text())
     target = load_file(str(args.target_dir / "model.safetensors"))
     embedding = target["model.embed_tokens.weight"]
-    if args.plain:
+    if args.start:
+        draft = started_draft(args.start)
+    elif args.plain:
         config = dflash2_config(json.loads((args.plain / "config.json").read_text()))
         config["dflash_config"]["selector_rank"] = args.selector_rank
+        draft = new_draft(config, target, args.plain)
     else:
         config = chat_draft_config(target_config, args.layers, args.intermediate_size, args.mask_id)
-    draft = new_draft(config, target, args.plain)
+        draft = new_draft(config, target, None)
+    config = draft.config
     state_path = args.draft_dir.with_name(args.draft_dir.name + ".state.pt")
     training = Training(draft, args.muon_lr, args.adam_lr, state_path)
     rows = ChatRows(args.shard_dir, embedding, args.greedy_only, seed=training.step + 1000000 * rank)
@@ -361,7 +376,7 @@ def main() -> None:
         weights = slot_weights * valid
         index = torch.arange(len(tokens))[:, None, None]
         last = states[..., aux_width:][index, before]
-        if args.plain:
+        if isinstance(draft, DFlash2Draft):
             loss, hits = dflash2_loss(draft, hidden, head, placed, weights, ids, tokens[index, before], last)
         else:
             loss, hits = plain_loss(hidden, head, placed, weights, last)
