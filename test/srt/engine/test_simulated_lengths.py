@@ -12,8 +12,8 @@ from support.servers import FLOAT32, patched
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.speculative.acceptance.simulation import FIXED_TOKEN_ID
+from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
-from sglang_dflash.srt.speculative.cycle.prompts import table_rows
 
 pytestmark = [
     pytest.mark.server,

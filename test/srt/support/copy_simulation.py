@@ -14,8 +14,9 @@ from support.decisions import accept_matching_prefix
 
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import packed_ranges
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
-from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats

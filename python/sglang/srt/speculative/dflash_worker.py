@@ -35,10 +35,11 @@ from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
-from sglang_dflash.srt.speculative.cycle.prompts import Prompts, table_rows
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.dflash_utils import (

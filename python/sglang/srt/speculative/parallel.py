@@ -23,8 +23,9 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash.srt.compat import run_as_draft
+from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, table_rows
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
 

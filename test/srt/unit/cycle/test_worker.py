@@ -15,9 +15,9 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import packed_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
-from sglang_dflash.srt.speculative.cycle.prompts import packed_ranges
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker

@@ -16,9 +16,10 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHOR
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import packed_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
-from sglang_dflash.srt.speculative.cycle.prompts import Prompts, packed_ranges
+from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.drafters.base import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import (
     WHOLE_CYCLES,

@@ -25,9 +25,9 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     target_probs,
 )
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.plan import NO_CAPS
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
 
 
 def make_relay(num_rows: int, device: Any) -> Any:

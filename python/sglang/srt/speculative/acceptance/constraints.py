@@ -19,8 +19,9 @@ from sglang_dflash.kernels.ops.speculative.penalties import (
     penalize_block,
 )
 from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
+from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 
 
 def _terms_of(reqs: Sequence[Any], vocab_size: int, device: torch.device) -> PenaltyTerms:

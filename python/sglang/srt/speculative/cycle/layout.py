@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
+from sglang_dflash.srt.speculative.cycle.host import on_device
 
 
 class VerifyLayout:

@@ -17,8 +17,8 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.layers.attention.packed_rows import take_layouts, takes_rows
+from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
 
 logger = logging.getLogger(__name__)
 

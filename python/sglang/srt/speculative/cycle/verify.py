@@ -8,8 +8,8 @@ from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
-from sglang_dflash.srt.speculative.cycle.prompts import on_device
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 

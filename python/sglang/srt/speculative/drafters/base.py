@@ -14,8 +14,9 @@ from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, drafted_slots, whole_blocks
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.sampling import draw_drafts
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,9 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import append_tokens, copy
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
+from sglang_dflash.srt.speculative.cycle.host import on_device, packed_ranges
 from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, CyclePlan, Proposals
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, on_device, packed_ranges
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)

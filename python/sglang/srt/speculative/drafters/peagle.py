@@ -52,7 +52,8 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import (
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, packed_ranges
+from sglang_dflash.srt.speculative.cycle.host import packed_ranges
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
 from sglang_dflash.srt.speculative.drafters.base import Drafter

@@ -15,9 +15,10 @@ import torch
 from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, CyclePlan, Proposals, Requests
-from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts, table_rows
+from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width.estimates import MODES, UNKNOWN_MATCH, CycleClock
