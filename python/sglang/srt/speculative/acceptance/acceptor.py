@@ -141,36 +141,14 @@ class Acceptor:
                 overwrites them. It takes what the tokens were drawn from, if a request returns it.
             caps: the most drafted tokens of each request to accept. [bs]
         """
-        masks = SamplingMasks(batch.sampling_info, cycle.layout.verify_len)
-        logits = logits_output.next_token_logits
-        accepted = self._accept(batch, cycle=cycle, block=block, logits=logits, caps=caps, masks=masks)
-        # SGLang need not copy these lengths and tokens: they are in the tables.
-        self._relay.published_seq_lens, self._relay.published_bonus = accepted.committed, accepted.bonus
-        if masks.are_requested:
-            logits_output.sampling_mask_output = masks.output(accepted)
-        return accepted
-
-    def _accept(
-        self,
-        batch: Any,
-        cycle: Cycle,
-        block: DraftBlock,
-        logits: torch.Tensor,
-        caps: np.ndarray,
-        masks: SamplingMasks,
-    ) -> AcceptedBlocks:
         sampling_info, layout, relay = batch.sampling_info, cycle.layout, self._relay
+        masks = SamplingMasks(sampling_info, layout.verify_len)
+        logits = logits_output.next_token_logits
         if batch.return_logprob and not sampling_info.is_all_greedy:
             logits = logits.clone()  # log probabilities are still to be read
         if not masks.are_requested:
             sampling_info = filters_of_sampled(batch)
-        tables = RelayTables(batch.req_pool_indices, relay.new_seq_lens, relay.output_tokens)
-        rest: dict[str, Any] = {
-            "committed": cycle.committed,
-            "broken_token": self._broken_token,
-            "relay": tables,
-            "longest": self._longest,
-        }
+        accept_len = None  # `accept_blocks` decides
         if block.probs is not None:
             accept_len, tokens, max_logits = self._reject(
                 sampling_info, block=block, logits=logits, rows=layout, masks=masks
@@ -191,11 +169,23 @@ class Acceptor:
             accept_len = cut(accept_len, layout, caps)
             # Random weights may give any logits.
             max_logits = constant(tuple(max_logits.shape), 0.0, max_logits.dtype, max_logits.device)
-        elif block.probs is None:
-            if layout.is_rectangle and not (caps < layout.num_draft_tokens).any():
-                return accept_blocks(None, tokens=tokens, max_logits=max_logits, **rest, block=block.tokens)
+        elif block.probs is None and not (layout.is_rectangle and (caps >= layout.num_draft_tokens).all()):
             accept_len = cut(accept_matching_prefix(block.tokens, tokens), layout, caps)
-        return accept_blocks(accept_len, tokens=tokens, max_logits=max_logits, **rest)
+        accepted = accept_blocks(
+            accept_len,
+            tokens=tokens,
+            max_logits=max_logits,
+            committed=cycle.committed,
+            broken_token=self._broken_token,
+            relay=RelayTables(batch.req_pool_indices, relay.new_seq_lens, relay.output_tokens),
+            longest=self._longest,
+            block=block.tokens if accept_len is None else None,
+        )
+        # SGLang need not copy these lengths and tokens: they are in the tables.
+        relay.published_seq_lens, relay.published_bonus = accepted.committed, accepted.bonus
+        if masks.are_requested:
+            logits_output.sampling_mask_output = masks.output(accepted)
+        return accepted
 
     def _reject(
         self,
