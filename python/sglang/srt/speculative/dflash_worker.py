@@ -320,7 +320,7 @@ class DFlashWorker(BaseSpecWorker):
     def run_cycle(
         self, batch, plan: CyclePlan, on_publish=_do_nothing, grammar_barrier=_do_nothing
     ) -> GenerationBatchResult:
-        """Draft, verify, accept and commit. Start-up measures this too.
+        """Draft, verify, constrain, accept and commit. Start-up measures this too.
 
         Args:
             batch: the scheduler's decode batch.
@@ -329,6 +329,7 @@ class DFlashWorker(BaseSpecWorker):
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
         """
+        # Draft: fill the blocks, by the draft and by copies.
         cycle, block, was_drafted = self._draft(batch, plan)
         layout = cycle.layout
         self.notify("on_drafted", batch, cycle, block)
@@ -336,12 +337,14 @@ class DFlashWorker(BaseSpecWorker):
         has_processors = batch.sampling_info.has_custom_logit_processor
         reads_chains = batch.has_grammar or (has_processors and need_tokens(batch.reqs))
         chains = GrammarTree.from_linear_chain(block.tokens) if reads_chains else None
+        # Verify: one forward of the target over the rows of all blocks.
         if self.target_states.are_recurrent:
             self.target_states.begin_verify(batch)
         target_out = verify(self._target_worker, batch, cycle, block)
         logits_output = target_out.logits_output
         logits = logits_output.next_token_logits
         self.notify("on_verified", batch, block, logits)
+        # Constrain: apply all that shapes the logits of a request.
         constrain(
             batch,
             block=block.tokens,
@@ -351,6 +354,7 @@ class DFlashWorker(BaseSpecWorker):
             grammar_barrier=grammar_barrier,
             rows=layout,
         )
+        # Accept: decide which tokens are output, and tell SGLang.
         accepted = self.acceptor.accept(
             batch, cycle=cycle, block=block, logits_output=logits_output, caps=plan.caps
         )
@@ -365,6 +369,7 @@ class DFlashWorker(BaseSpecWorker):
                 places = {"accept_index": layout.slots}
             compute_spec_logprobs(batch, logits_output, layout.pack(accepted.tokens), **places)
         self.notify("on_accepted", batch, cycle, accepted)
+        # Commit: the draft and the copies take the accepted tokens.
         aux_hidden = self.verify_tail.states_to_commit(target_out)
         self.drafter.commit(cycle, aux_hidden, accepted)
         self.copies.record(cycle, accepted, was_drafted)
