@@ -49,6 +49,9 @@ def find_match(
     Occurrences may overlap the text's end. One launch on CUDA, without host synchronisation. Reads 4 bytes
     per token of text.
 
+    In the text [5, 6, 7, 8, 9, 5, 6, 7, 8, 6, 7, 8], n = 11, the last tokens [6, 7, 8] stand before at
+    positions 1 to 3 and 6 to 8. Neither is longer, so the later one counts: its key is (3 << 32) + 8.
+
     Args:
         history: [rows, columns] int32.
         requests: [bs] int64, rows of `history`.

@@ -84,6 +84,11 @@ def prepare_rows(
 ) -> Rows:
     """Build blocks of committed rows, pending rows, mask rows and idle rows.
 
+    With B = 4 a block has D = 6 rows. At n = 8 with the pending tokens [a, b, c] of rows 5 to 7:
+
+        last_start 100:  start 5, tokens [a, b, c, mask, mask, mask], the last row idle
+        last_start None: start 4, tokens [mask, a, b, c, mask, mask], the first row committed
+
     One launch on CUDA, without host synchronisation. Moves bs * D * (4 hidden + 32) bytes in bfloat16.
 
     Args:

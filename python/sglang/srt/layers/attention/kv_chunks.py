@@ -55,6 +55,10 @@ def choose_chunk(
 ) -> ChunkChoice | None:
     """Choose a chunk whose counts are the same for every length within the bounds.
 
+    Two requests have 500 to 520 and 250 to 260 keys, one tile each, and the grid has 8 blocks. FlashInfer
+    would find chunks of 128: 500 keys are 4 of them, but 520 are 5. So 130 is chosen, the next larger chunk
+    that holds: 500 and 520 keys are both 4 chunks, 250 and 260 keys both 2.
+
     Args:
         least: lower bound of each request's keys, at least 1.
         most: upper bound of each request's keys.

@@ -18,6 +18,11 @@ class VerifyLayout:
     flattened blocks, and no map is needed. A CUDA graph may have further rows, which are not read: they
     repeat the first one, and their KV goes to SGLang's padding slot.
 
+    Three requests with L = [2, 0, 1] verify T = 6 rows, and W is 3:
+
+        index = [0, 1, 2, 3, 6, 7]
+        slots = [[0, 1, 2], [3, 3, 3], [4, 5, 5]]
+
     Args:
         bs: number of requests.
         verify_len: W.

@@ -40,6 +40,9 @@ def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size
 
     `counts` are the rows of the first requests. Rows beyond them go to the other requests, which pad the
     batch, then to those with the most.
+
+    A graph with 11 rows for 3 requests, blocks of 4 and counts = [1, 3]: the rows are [3, 4, 4]. The third
+    request takes 4 of the 7 further rows, the second takes 1, and the first takes 2.
     """
     n, spread = len(counts), [*counts, *[0] * (num_slots - len(counts))]
     left = num_rows - sum(counts)
