@@ -24,7 +24,7 @@ from sglang_dflash.kernels.ops.speculative import (
     window,
 )
 from sglang_dflash.srt.layers import candidate_selector, draft_probs, fp8_head
-from sglang_dflash.srt.speculative.acceptance.rejection import WALKS, draw_final_tokens
+from sglang_dflash.srt.speculative.acceptance.rejection import REJECTION_RULES, draw_final_tokens
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 Pairs = Iterator[tuple[Any, Any, float]]
@@ -182,13 +182,13 @@ def _walk_blocks(size: Size) -> Pairs:
     drawn = inputs.random_drawn_blocks(1, BS, size.block, size.vocabulary, 128, size.device)
     tokens, blocks_probs, draft, accept_uniforms, final_uniforms = drawn
     whole = torch.full((BS,), size.block - 1).numpy()
-    for rule in WALKS:
+    for rule in REJECTION_RULES:
         for lengths in (whole, whole // torch.arange(1, BS + 1).numpy()):
             rows = VerifyLayout(BS, size.block, lengths, size.device)
             probs = rows.pack(blocks_probs)
             arguments = tokens, probs, draft.ids, draft.probs, accept_uniforms, rule, *rows.bounds
             walked = rejection.walk_blocks_triton(*arguments)
-            twins = WALKS[rule](tokens, probs, draft, accept_uniforms, rows)
+            twins = REJECTION_RULES[rule](tokens, probs, draft, accept_uniforms, rows)
             got, want = (
                 draw_final_tokens(tokens, accept_len, probs, weight, draft, final_uniforms, rows)
                 for accept_len, weight in (walked, twins)

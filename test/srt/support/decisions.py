@@ -7,7 +7,7 @@ import torch
 
 from sglang_dflash.kernels.ops.speculative import accept
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks, accept_blocks_torch
-from sglang_dflash.srt.speculative.acceptance import rejection
+from sglang_dflash.srt.speculative.acceptance.rejection import accept_drawn
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
 
@@ -25,21 +25,20 @@ def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
     return Decision(accept_len, out_tokens, bonus)
 
 
-def _named(name: str) -> Callable[..., Decision]:
-    rule = rejection.RULES[name]
+def rule_of(name: str) -> Callable[..., Decision]:
+    """Return a rule with a named result. `name`: a key of REJECTION_RULES."""
 
     def run(block: Any, target_probs: Any, *args: Any, rows: VerifyLayout | None = None) -> Decision:
         """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `rows`."""
         flat = target_probs.flatten(0, -2)
-        return decide(*rule(block, flat, *args, rows or whole_blocks(*block.shape)))
+        return decide(*accept_drawn(name, block, flat, *args, rows or whole_blocks(*block.shape)))
 
     run.__name__ = name
     return run
 
 
-RULES = {name: _named(name) for name in rejection.RULES}
-accept_by_rejection = RULES["rejection"]
-accept_by_block_verification = RULES["block verification"]
+accept_by_rejection = rule_of("standard")
+accept_by_block_verification = rule_of("block")
 
 
 def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> Decision:

@@ -151,10 +151,10 @@ CONTEXT_KV = {
     "dim 80, e5m2 pool": (80, E5M2, False),
 }
 REJECTION = {
-    "by token": ("rejection", False),
-    "by block": ("block verification", False),
-    "by token, own lengths": ("rejection", True),
-    "by block, own lengths": ("block verification", True),
+    "by token": ("standard", False),
+    "by block": ("block", False),
+    "by token, own lengths": ("standard", True),
+    "by block, own lengths": ("block", True),
 }
 CASES = {
     "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),

@@ -23,7 +23,7 @@ from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
 from sglang_dflash.srt.speculative.acceptance.acceptor import make_relay
-from sglang_dflash.srt.speculative.acceptance.rejection import RULES, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.rejection import REJECTION_RULES, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.simulation import LengthForAll, LengthsByRequest
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
@@ -70,13 +70,20 @@ def drawn_evenly(bs: int) -> DraftBlock:
 class Rule:
     """A rejection rule that notes its arguments, and accepts two tokens of everyone."""
 
-    def __call__(self, block, target_probs, draft, accept_uniforms, final_uniforms, rows):
+    def __call__(self, _, block, target_probs, draft, accept_uniforms, final_uniforms, rows):
         self.draft, self.target_probs = draft, target_probs
         self.accept_uniforms, self.final_uniforms = accept_uniforms, final_uniforms
         return torch.full((len(block),), 2, dtype=torch.int32), block + 100
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.fixture
+def noted(monkeypatch):
+    """A `Rule` in the place of all others."""
+    monkeypatch.setattr(acceptor_module, "accept_drawn", rule := Rule())
+    return rule
+
+
+@pytest.mark.parametrize("rule", REJECTION_RULES)
 def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
     block, rows = drawn_evenly(64), whole_blocks(64, WIDTH)
@@ -88,19 +95,19 @@ def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     assert torch.equal(accepted.tokens[:, :-1], block.tokens[:, 1:])
 
 
-def test_arguments_of_the_rule(monkeypatch):
+def test_arguments_of_the_rule(noted, monkeypatch):
     """Uniforms are independent of each other, and masks take a rectangle of probabilities."""
-    rule, rows = Rule(), VerifyLayout(2, WIDTH, np.array([1, 3]))
+    rows = VerifyLayout(2, WIDTH, np.array([1, 3]))
     masks = MagicMock(are_requested=True)
     monkeypatch.setattr(acceptor_module, "SamplingMasks", lambda *_: masks)
     block, logits = drawn_evenly(2), torch.randn(rows.num_rows, VOCABULARY)
     expected = logits.softmax(dim=-1)
-    accept(make_acceptor(rule=rule), batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
-    assert rule.draft is block.probs
-    torch.testing.assert_close(rule.target_probs, expected)
+    accept(make_acceptor(rule="standard"), batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
+    assert noted.draft is block.probs
+    torch.testing.assert_close(noted.target_probs, expected)
     torch.testing.assert_close(masks.probs, expected[rows.slots])
-    assert rule.accept_uniforms.shape == (2, WIDTH - 1) and rule.final_uniforms.shape == (2,)
-    uniforms = torch.cat([rule.accept_uniforms.flatten(), rule.final_uniforms])
+    assert noted.accept_uniforms.shape == (2, WIDTH - 1) and noted.final_uniforms.shape == (2,)
+    uniforms = torch.cat([noted.accept_uniforms.flatten(), noted.final_uniforms])
     assert len(uniforms.unique()) == 2 * WIDTH
 
 
@@ -116,9 +123,10 @@ class SecondRank(OneRank):
         return decided
 
 
+@pytest.mark.usefixtures("noted")
 def test_the_first_rank_decides():
     block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
-    acceptor, logits = make_acceptor(sync=SecondRank(), rule=Rule()), torch.zeros(2 * WIDTH, VOCABULARY)
+    acceptor, logits = make_acceptor(sync=SecondRank(), rule="standard"), torch.zeros(2 * WIDTH, VOCABULARY)
     accepted = accept(acceptor, batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
     assert accepted.accept_len.tolist() == [0, 0] and (accepted.tokens == 3).all()
 
@@ -130,14 +138,14 @@ def test_the_rule_is_the_servers_choice(by_blocks):
     )
     assert rejection_rule(spec) is None
     spec.speculative_use_rejection_sampling = True
-    assert rejection_rule(spec) is RULES["block verification" if by_blocks else "rejection"]
+    assert rejection_rule(spec) == ("block" if by_blocks else "standard")
 
 
 def test_which_batches_are_drawn():
     """Seeded draws are the target's alone, and rules for drawn blocks know no caps."""
     fallbacks = []
     metrics = SimpleNamespace(count_fallback=lambda reason, blocks: fallbacks.append((reason, blocks)))
-    acceptor = make_acceptor(rule=RULES["rejection"], metrics=metrics)
+    acceptor = make_acceptor(rule="standard", metrics=metrics)
     seeded = sampling_info(GREEDY, SAMPLED, seeds=[1, 2])
     assert acceptor.draws_drafts(sampling_info(GREEDY, SAMPLED))
     assert not acceptor.draws_drafts(sampling_info(GREEDY, GREEDY))
@@ -151,7 +159,7 @@ def test_which_batches_are_drawn():
 def test_only_drawn_tokens_are_sent_to_other_ranks():
     """All ranks draft the same argmax."""
     block, sync = drawn_evenly(2), OneRank()
-    acceptor = make_acceptor(sync=sync, rule=RULES["rejection"])
+    acceptor = make_acceptor(sync=sync, rule="standard")
     acceptor.broadcast_drafts(DraftBlock(block.tokens))
     assert not sync.sent
     acceptor.broadcast_drafts(block)
@@ -201,17 +209,18 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monk
 def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
     block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
     logits = torch.randn(2 * WIDTH, VOCABULARY)
-    before, acceptor = logits.clone(), make_acceptor(Sampler(), rule=RULES["rejection"])
+    before, acceptor = logits.clone(), make_acceptor(Sampler(), rule="standard")
     batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
     accept(acceptor, batch, cycle_of(rows), block if is_drawn else DraftBlock(block.tokens), logits)
     assert torch.equal(logits, before)
 
 
+@pytest.mark.usefixtures("noted")
 @pytest.mark.parametrize("how", ["drawn", "capped", "greedy"])
 def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
     tables = [torch.zeros(9, dtype=torch.int64) for _ in range(2)]
     relay = SimpleNamespace(new_seq_lens=tables[0], output_tokens=tables[1])
-    acceptor = make_acceptor(Sampler(), rule=Rule(), relay=relay)
+    acceptor = make_acceptor(Sampler(), rule="standard", relay=relay)
     block, rows = drawn_evenly(2), torch.tensor([7, 2])
     request = SAMPLED if how == "drawn" else GREEDY
     caps = [np.array([0, 0])] if how == "capped" else []
@@ -265,7 +274,7 @@ SIMULATIONS = {
 @pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
 def test_simulated_blocks_end_no_request(is_drawn, simulation):
     """Random weights may give any logits, which would end requests as broken."""
-    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], simulation=simulation)
+    acceptor = make_acceptor(Sampler(), rule="standard", simulation=simulation)
     block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
     request = SAMPLED if is_drawn else GREEDY
     batch, cycle = batch_of(request, request), cycle_of(whole_blocks(2, WIDTH))
@@ -279,7 +288,7 @@ def test_simulated_blocks_end_no_request(is_drawn, simulation):
 @pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
 def test_simulated_lengths_are_cut_at_what_is_verified_and_at_caps(is_drawn, simulation):
     rows, caps = VerifyLayout(3, WIDTH, np.array([1, 3, 3])), np.array([3, 3, 2])
-    acceptor = make_acceptor(Sampler(), rule=RULES["rejection"], simulation=simulation)
+    acceptor = make_acceptor(Sampler(), rule="standard", simulation=simulation)
     block = drawn_evenly(3) if is_drawn else DraftBlock(drawn_evenly(3).tokens)
     batch = batch_of(*[SAMPLED if is_drawn else GREEDY] * 3)
     logits = torch.randn(rows.num_rows, VOCABULARY)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decisions import RULES as BY_NAME
 from support.decisions import Decision, accept_by_block_verification, accept_by_rejection
 from support.draft_probs import one_hot
 from support.enumeration import Case, as_shuffled_list, deviation, output_law, random_case, sequence_law
@@ -14,7 +13,7 @@ from support.rejection_batches import batches
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
-RULES = [*BY_NAME.values()]
+RULES = [accept_by_rejection, accept_by_block_verification]
 SIZES = [(3, 2), (4, 3), (3, 4)]  # vocabulary, block size
 KINDS = ["chain", "marginals", "one-hot", "half", "near"]
 

@@ -5,14 +5,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decisions import RULES as BY_NAME
-from support.decisions import Decision, accept_by_rejection, accept_matching_prefix
+from support.decisions import (
+    Decision,
+    accept_by_block_verification,
+    accept_by_rejection,
+    accept_matching_prefix,
+)
 from support.enumeration import LAST, as_list, is_valid
 from support.rejection_batches import batches, certain
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 
-RULES = [*BY_NAME.values()]
+RULES = [accept_by_rejection, accept_by_block_verification]
 
 
 def part(arguments, rows):

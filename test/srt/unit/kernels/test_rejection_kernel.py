@@ -11,7 +11,7 @@ from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import rejection as kernels
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.rejection import WALKS, draw_final_tokens
+from sglang_dflash.srt.speculative.acceptance.rejection import REJECTION_RULES, draw_final_tokens
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 
@@ -21,7 +21,7 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
     whole = np.full(len(block), block.shape[1] - 1)
     rows = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
     target_probs = rows.pack(target_probs)
-    want = WALKS[rule](block, target_probs, draft, accept_uniforms, rows)
+    want = REJECTION_RULES[rule](block, target_probs, draft, accept_uniforms, rows)
     got = kernels.walk_blocks_triton(
         block,
         target_probs,
@@ -41,7 +41,7 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
 
 
 @against_twin
-@given(batches(), st.sampled_from([*WALKS]), st.one_of(st.none(), st.integers(0, 2**31)))
+@given(batches(), st.sampled_from([*REJECTION_RULES]), st.one_of(st.none(), st.integers(0, 2**31)))
 def test_the_walk_equals_its_twin(arguments, rule, seed):
     block, target_probs, draft, *uniforms = arguments
     draft = DraftProbs(draft.ids.to(DEVICE), draft.probs.to(DEVICE))
@@ -51,7 +51,7 @@ def test_the_walk_equals_its_twin(arguments, rule, seed):
 
 
 @against_twin
-@pytest.mark.parametrize("rule", WALKS)
+@pytest.mark.parametrize("rule", REJECTION_RULES)
 @pytest.mark.parametrize("candidates", [1, 128, 1500])
 def test_the_walk_over_long_lists_equals_its_twin(candidates, rule):
     """Compare more than a tile of candidates, with a draft that is often right."""
@@ -70,7 +70,7 @@ def test_an_empty_batch():
         torch.zeros(0, 2, 4, dtype=torch.int64),
         torch.zeros(0, 2, 4),
         torch.zeros(0, 2),
-        "block verification",
+        "block",
     )
     assert (accept_len.shape, accept_len.dtype) == ((0,), torch.int32)
     assert (weight.shape, weight.dtype) == ((0,), torch.float64)

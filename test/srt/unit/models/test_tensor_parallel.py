@@ -19,7 +19,6 @@ from support.sampling_parameters import VOCABULARY, sampling_info
 from support.servers import run_to_end
 from support.tensor_parallel_ranks import DFLASH2_NAMES, NAMES, WORLD, draft_block
 
-from sglang_dflash.srt.speculative.acceptance.rejection import RULES
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 
@@ -71,7 +70,7 @@ def test_ranks_take_what_rank_0_chose(top_k):
     sync = SimpleNamespace(
         enabled=lambda site: True, sync=lambda site, values: sites.append(site.slug) or values.fill_(2)
     )
-    acceptor = make_acceptor(Sampler(), sync=sync, rule=RULES["rejection"])
+    acceptor = make_acceptor(Sampler(), sync=sync, rule="standard")
     batch = SimpleNamespace(sampling_info=sampling_info(*[{"top_k": top_k}] * 2), return_logprob=False)
     positions = torch.arange(6).view(2, width)
     cycle = SimpleNamespace(

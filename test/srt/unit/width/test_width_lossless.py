@@ -11,9 +11,10 @@ import itertools
 import pytest
 import torch
 from scipy.stats import chi2
-from support.decisions import RULES, accept_by_rejection, accept_matching_prefix, decide
+from support.decisions import accept_by_rejection, accept_matching_prefix, decide, rule_of
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
+from sglang_dflash.srt.speculative.acceptance.rejection import REJECTION_RULES
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
 FALSE_ALARM = 1e-6
@@ -127,7 +128,7 @@ def p_value(tokens: torch.Tensor) -> float:
     return float(chi2.sf(((counts - mean) ** 2 / mean).sum().item(), len(probabilities) - 1))
 
 
-ACCEPT = {name: rejection(rule) for name, rule in RULES.items()} | {"one-hot": draw_from_target}
+ACCEPT = {name: rejection(rule_of(name)) for name in REJECTION_RULES} | {"one-hot": draw_from_target}
 
 
 @pytest.mark.parametrize("choose_width", [by_schedule, by_history, by_confidence, by_pooled_rank])

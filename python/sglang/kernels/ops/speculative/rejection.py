@@ -1,4 +1,4 @@
-"""Accepted lengths in one launch; the twins are the WALKS of `acceptance/rejection.py`."""
+"""Accepted lengths in one launch, equal to those of REJECTION_RULES in PyTorch."""
 
 import torch
 import triton
@@ -98,7 +98,7 @@ def walk_blocks_kernel(
         draft_ids += candidates
         draft_probs += candidates
         uniform = tl.load(accept_uniforms + length - 1).to(tl.float64)
-        if RULE == "block verification":
+        if RULE == "block":
             prefix_weight = tl.minimum(prefix_weight * (target / draft), 1)
             shared = tl.full((), 0, tl.float64)
             if length < end - 1:
@@ -112,7 +112,7 @@ def walk_blocks_kernel(
             kept = tl.where(accepted, length, kept)
             kept_weight = tl.where(accepted, prefix_weight, kept_weight)
         else:
-            tl.static_assert(RULE == "rejection")
+            tl.static_assert(RULE == "standard")
             going_on &= (uniform * draft < target).to(tl.int32)
             kept += going_on
     request = tl.program_id(0)

@@ -16,7 +16,7 @@ from sglang_dflash.kernels.ops.speculative.accept import (
     accept_matching_prefix,
 )
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.acceptance.rejection import RejectionRule, rejection_rule
+from sglang_dflash.srt.speculative.acceptance.rejection import accept_drawn, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.simulation import Simulation, constant, simulation_of_server
 from sglang_dflash.srt.speculative.acceptance.target_sampling import (
     SamplingMasks,
@@ -68,7 +68,7 @@ class Acceptor:
         vocab_size: of the target. A request with broken logits reports this id, on which SGLang ends the
             request with "NaN happened".
         tp_sync: SGLang's synchronisation of the ranks that must choose the same tokens.
-        rule: for drawn drafts. None: no drafts are drawn.
+        rule: for drawn drafts, a key of REJECTION_RULES. None: no drafts are drawn.
         simulation: replaces all decisions, for benchmarks. None: decisions are real.
         metrics: counts batches that cannot be drawn.
         longest: the most tokens of a text, see `accept_blocks`.
@@ -83,7 +83,7 @@ class Acceptor:
         sampler: Any,
         vocab_size: int,
         tp_sync: SpecTpSync,
-        rule: RejectionRule | None,
+        rule: str | None,
         simulation: Simulation | None,
         metrics: DFlashMetrics,
         longest: int,
@@ -201,8 +201,9 @@ class Acceptor:
         if masks.are_requested:
             masks.probs = rows.unpack(probs)
         uniforms = torch.rand(block.tokens.shape, device=logits.device)
-        accept_len, tokens = self._rule(
-            block.tokens,
+        accept_len, tokens = accept_drawn(
+            self._rule,
+            block=block.tokens,
             target_probs=probs,
             draft=block.probs,
             accept_uniforms=uniforms[:, 1:],

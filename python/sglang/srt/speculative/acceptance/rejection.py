@@ -2,7 +2,7 @@
 
 Pure functions over one verified batch of blocks. Every random number is an argument, and no request depends
 on another. Shapes: bs requests, blocks of B slots (column 0 the anchor, B - 1 drafted), T verified rows, C
-draft candidates, vocabulary V. Each rule returns accept lengths [bs] int32 and tokens [bs, B] int64: the
+draft candidates, vocabulary V. `accept_drawn` returns accept lengths [bs] int32 and tokens [bs, B] int64: the
 accepted tokens, then the final one, then ids without a meaning.
 
 Neither rule needs the draft's distribution over the whole vocabulary. Rejection needs the probability of the
@@ -10,8 +10,6 @@ drafted token. Block verification also needs the mass shared with the target, to
 The draft's probabilities are subtracted in one row per request, for the final token. So a list of candidates
 is enough: 64 of them take 0.6 MB at bs 48, B 16. [bs, B - 1, V] float32 would take 440 MB for V = 152k."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ def accept_drawn(
     no other request. Neither `target_probs` nor `choose_tokens` makes such probabilities.
 
     Args:
-        rule: a key of WALKS. On CUDA the kernel runs in the place of the walk.
+        rule: a key of REJECTION_RULES. On CUDA the kernel runs in the place of its function.
         block: [bs, B] int64, column 0 the anchor.
         target_probs: [T, V] float32, the target's distribution after each verified slot, normalised. One-hot
             for a greedy request, which is then accepted as by `accept_matching_prefix`.
@@ -59,7 +57,7 @@ def accept_drawn(
             max_accept=max_accept,
         )
     else:
-        accept_len, weight = WALKS[rule](
+        accept_len, weight = REJECTION_RULES[rule](
             block, target_probs=target_probs, draft=draft, accept_uniforms=accept_uniforms, rows=rows
         )
     return draw_final_tokens(
@@ -73,7 +71,7 @@ def accept_drawn(
     )
 
 
-def walk_by_rejection(
+def accept_standard(
     block: torch.Tensor,
     target_probs: torch.Tensor,
     draft: DraftProbs,
@@ -105,7 +103,7 @@ def _slots_and_lengths(rows: VerifyLayout, device: torch.device) -> tuple[torch.
     return slots, torch.as_tensor(rows.num_draft_tokens, device=device)
 
 
-def walk_by_block_verification(
+def accept_block_verification(
     block: torch.Tensor,
     target_probs: torch.Tensor,
     draft: DraftProbs,
@@ -120,7 +118,7 @@ def walk_by_block_verification(
     accepted with probability r / (r + 1 - w_i). r is the sum of max(0, w_i * p - q) for the token after
     them. A whole block is accepted with probability w_i. The longest accepted prefix counts, and the final
     token comes from max(0, w_i * p - q), normalised. So a later token the draft gives too rarely can make up
-    for one it gives too often: the expected length is never below `walk_by_rejection`'s. For one-hot drafts
+    for one it gives too often: the expected length is never below `accept_standard`'s. For one-hot drafts
     both rules are the same.
 
     Returns accept lengths [bs] int32 and the weights w of these prefixes, [bs] float64.
@@ -158,7 +156,7 @@ def draw_final_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the last token from max(0, weight * p - q), or from p after a whole block.
 
-    `accept_len` and `weight` are a walk's: accepted drafted tokens [bs] int32, and the weight of the accepted
+    `accept_len` and `weight` are a rule's: accepted drafted tokens [bs] int32, and the weight of the accepted
     prefix [bs] float64. The other arguments are those of `accept_drawn`.
     """
     bs, block_size = block.shape
@@ -183,18 +181,13 @@ def draw_final_tokens(
     return accept_len, tokens
 
 
-RejectionRule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-# A new rule is a walk above, a branch in its kernel, and a row here. After every walk the final token comes
-# from max(0, weight * p - q). If that is not exact for a rule, `draw_final_tokens` changes too.
-WALKS = {
-    "rejection": walk_by_rejection,
-    "block verification": walk_by_block_verification,
-}
-RULES: dict[str, RejectionRule] = {name: functools.partial(accept_drawn, name) for name in WALKS}
+# A new rule is a function above, a branch in its kernel, and a row here. After every rule the final token
+# comes from max(0, weight * p - q). If that is not exact for a rule, `draw_final_tokens` changes too.
+REJECTION_RULES = {"standard": accept_standard, "block": accept_block_verification}
 
 
-def rejection_rule(spec: Any) -> RejectionRule | None:
+def rejection_rule(spec: Any) -> str | None:
     """Choose the rule for drawn drafts by SGLang's flags. None: the server draws no drafts."""
     if not spec.speculative_use_rejection_sampling:
         return None
-    return RULES["block verification" if spec.speculative_use_block_verification else "rejection"]
+    return "block" if spec.speculative_use_block_verification else "standard"
