@@ -21,7 +21,7 @@ from sglang_dflash.srt.configs.fields import (
     StrictModel,
     layer_shapes,
     problems_of,
-    shown,
+    short_repr,
 )
 from sglang_dflash.srt.configs.unsupported import variant_findings
 
@@ -63,7 +63,7 @@ def _check_target_layers(value: Any, validate: Any, info: ValidationInfo) -> tup
     if min(ids) < 0:
         raise ValueError(f"{listed_ids(ids)} hold a negative id")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"must be without repeats, got {shown(list(ids))}")
+        raise ValueError(f"must be without repeats, got {short_repr(list(ids))}")
     return ids
 
 
@@ -71,7 +71,7 @@ def _check_layer_types(value: Any, validate: Any, info: ValidationInfo) -> tuple
     num_layers = info.data.get("num_hidden_layers")
     types = (FULL_ATTENTION,) * (num_layers or 1) if value is None else validate(value)
     if num_layers not in (None, len(types)):
-        raise ValueError(f"must list one entry per draft layer ({num_layers}), got {shown(value)}")
+        raise ValueError(f"must list one entry per draft layer ({num_layers}), got {short_repr(value)}")
     return types
 
 
@@ -346,4 +346,4 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
 
 def listed_ids(ids: Sequence[int]) -> str:
     """Return target layer ids for a message."""
-    return f"{shown(list(ids))} (0-based layer outputs; speculators counts one more)"
+    return f"{short_repr(list(ids))} (0-based layer outputs; speculators counts one more)"

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
 from sglang_dflash.srt.configs.draft_formats import flat_config, is_flat_peagle
 from sglang_dflash.srt.configs.draft_kinds import ALIASES, config_class
-from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, shown
+from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, short_repr
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, find_quantization
 from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type
 from sglang_dflash.srt.environ import DFlashOptions
@@ -52,7 +52,7 @@ class DraftConfigParser(HfModelConfigParser):
             draft = read()
         except Exception as error:  # any kind: transformers and SGLang have fields that are not checked here
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            kind = f"config.json, model_type {shown(model_type)}"
+            kind = f"config.json, model_type {short_repr(model_type)}"
             problem = f"{kind}, cannot be read by transformers: {reason}"
             raise DraftConfigError(checkpoint, [problem]) from error
         if read is plain and names_sliding_layers(config.get("layer_types")):

@@ -27,7 +27,7 @@ from sglang_dflash.srt.configs.fields import (
     assumed_values,
     first_name,
     is_int,
-    shown,
+    short_repr,
     validated,
 )
 from sglang_dflash.srt.configs.quantization import (
@@ -179,16 +179,18 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
     if inputs is None:
         problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
     elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
-        problems.append(f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {shown(inputs)}")
+        problems.append(
+            f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {short_repr(inputs)}"
+        )
     for name, neutral in _NEUTRAL.items():
         if config.get(name) not in neutral:
-            problems.append(f"{name} is {shown(config[name])}, which is not supported")
+            problems.append(f"{name} is {short_repr(config[name])}, which is not supported")
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if (width := config.get("target_hidden_size")) not in (None, hidden):
-        problems.append(f"target_hidden_size is {shown(width)}, but hidden_size is {shown(hidden)}")
+        problems.append(f"target_hidden_size is {short_repr(width)}, but hidden_size is {short_repr(hidden)}")
     depth = _first_given(_DEPTHS, config, default=DEFAULT_DEPTH)
     if not is_int(depth) or depth < 1:
-        problems.append(f"num_depths must be a positive integer, got {shown(depth)}")
+        problems.append(f"num_depths must be a positive integer, got {short_repr(depth)}")
     mask = _mask_token(config, problems)
     if problems:
         raise DraftConfigError(checkpoint, problems)
@@ -228,9 +230,9 @@ def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
             if is_int(value):
                 found[where + name] = value
             elif value is not None:
-                problems.append(f"{where}{name} must be an integer, got {shown(value)}")
+                problems.append(f"{where}{name} must be an integer, got {short_repr(value)}")
     if len(set(found.values())) > 1:
-        problems.append(f"the mask token is given twice, with different ids: {shown(found)}")
+        problems.append(f"the mask token is given twice, with different ids: {short_repr(found)}")
     elif not found and not problems:
         problems.append("mask_token_id is missing")
     return next(iter(found.values()), None)

@@ -17,7 +17,7 @@ from sglang_dflash.srt.configs.fields import (
     Positive,
     Shapes,
     first_name,
-    shown,
+    short_repr,
 )
 
 # One format under three names, as SGLang has them.
@@ -108,10 +108,10 @@ def default_layer_inputs(depth: int) -> list[int]:
 
 def _check_ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     if min(ids) < 0:
-        raise ValueError(f"hold a negative id: {shown(list(ids))}")
+        raise ValueError(f"hold a negative id: {short_repr(list(ids))}")
     # SGLang concatenates captured states in ascending order, and norms are fitted to each place.
     if list(ids) != sorted(set(ids)):
-        raise ValueError(f"must be ascending without repeats, got {shown(list(ids))}")
+        raise ValueError(f"must be ascending without repeats, got {short_repr(list(ids))}")
     return ids
 
 
@@ -189,13 +189,13 @@ def check_architectures(architectures: Any, checkpoint: str) -> type[DFlashDraft
     """Return the class of a config. Raises ValueError if the names are not a draft's."""
     names = architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        problem = f"architectures must be a list of names, got {shown(architectures)}"
+        problem = f"architectures must be a list of names, got {short_repr(architectures)}"
         raise DraftConfigError(checkpoint, [problem])
     found = config_class(names)
     if found is None:
         raise ValueError(
             f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are "
-            f"{shown(architectures)}, expected one of {sorted(_CONFIG_CLASSES)}."
+            f"{short_repr(architectures)}, expected one of {sorted(_CONFIG_CLASSES)}."
         )
     return found
 

@@ -61,7 +61,7 @@ From0 = Annotated[float, Field(ge=0, lt=2**63)]  # zero is none
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "deepseek_yarn"]
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return the value's `repr`, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -84,7 +84,7 @@ def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) 
         else:
             message = re.sub(r"^\w+ should", "must", fault["msg"])
             wanted = f"must be {_WANTED[kind]}" if kind in _WANTED else message
-            problems.append(f"{name} {wanted}, got {shown(fault['input'])}")
+            problems.append(f"{name} {wanted}, got {short_repr(fault['input'])}")
     return problems
 
 
@@ -128,7 +128,7 @@ def _is_number(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """Refuse what would be parameters by layer type: one rotary embedding serves all layers."""
     if isinstance(value, dict) or isinstance(value, list) and not all(map(_is_number, value)):
-        raise ValueError(f"cannot be {shown(value)}")
+        raise ValueError(f"cannot be {short_repr(value)}")
     return value
 
 
@@ -194,7 +194,7 @@ def _check_dtype(value: str) -> str:
     import torch
 
     if not isinstance(getattr(torch, value.removeprefix("torch."), None), torch.dtype):
-        raise ValueError(f"is {shown(value)}, which is no type of PyTorch's")
+        raise ValueError(f"is {short_repr(value)}, which is no type of PyTorch's")
     return value
 
 

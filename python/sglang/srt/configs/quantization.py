@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS, find_file, read_object
-from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, shown
+from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, short_repr
 
 MODELOPT_FILE = "hf_quant_config.json"
 # The attribute of a draft's config, in SGLang's hands, that holds the raw object.
@@ -232,19 +232,19 @@ def read_quantization(raw: Any) -> DraftQuantization | None:
     if method == "fp8":
         return _read_fp8(raw)
     raise OtherMethodError(
-        f"quant_method {shown(method)} is not served, only compressed-tensors, modelopt and fp8"
+        f"quant_method {short_repr(method)} is not served, only compressed-tensors, modelopt and fp8"
     )
 
 
 def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
     sparsity = raw.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        raise ValueError(f"sparsity_config {shown(sparsity)} is not served")
+        raise ValueError(f"sparsity_config {short_repr(sparsity)} is not served")
     if transforms := raw.get("transform_config"):
-        raise ValueError(f"transform_config {shown(transforms)} is not served: weights are rotated")
+        raise ValueError(f"transform_config {short_repr(transforms)} is not served: weights are rotated")
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
-        raise ValueError(f"config_groups must map names to groups, got {shown(groups)}")
+        raise ValueError(f"config_groups must map names to groups, got {short_repr(groups)}")
     found = []
     for name, group in groups.items():
         try:
@@ -260,7 +260,7 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     if weights is None:
         return None
     if not isinstance(weights, dict):
-        raise ValueError(f"has weights {shown(weights)}, which must be an object")
+        raise ValueError(f"has weights {short_repr(weights)}, which must be an object")
     fields: Any = (weights.get(name) for name in ("num_bits", "type", "strategy", "group_size"))
     bits, kind, strategy, group = fields
     if strategy is None:
@@ -269,12 +269,13 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     found = _COMPRESSED_LAYOUTS.get((layout, bits, kind)) if is_named else None
     if found is None:
         raise ValueError(
-            f"has format {shown(layout)}, num_bits {shown(bits)}, type {shown(kind)}: not served"
+            f"has format {short_repr(layout)}, num_bits {short_repr(bits)}, type {short_repr(kind)}: "
+            "not served"
         )
     if found in ("nvfp4", "mxfp4"):
         strategy, group = "group", group or {"nvfp4": 16, "mxfp4": 32}[found]
     if not isinstance(strategy, str) or strategy not in ("tensor", "channel", "group", "block"):
-        raise ValueError(f"has strategy {shown(strategy)}: not served")
+        raise ValueError(f"has strategy {short_repr(strategy)}: not served")
     if strategy == "group":
         _check_group(group)
     block = _block(weights.get("block_structure") or (128, 128), "block_structure")
@@ -296,13 +297,13 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
 
 def _check_group(size: Any) -> None:
     if not is_int(size) or size < 1:
-        raise ValueError(f"has group_size {shown(size)}, which must be a positive integer")
+        raise ValueError(f"has group_size {short_repr(size)}, which must be a positive integer")
 
 
 def _block(value: Any, name: str) -> tuple[int, int]:
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     if not is_pair or not all(is_int(size) and size > 0 for size in value):
-        raise ValueError(f"has {name} {shown(value)}, which must be two positive integers")
+        raise ValueError(f"has {name} {short_repr(value)}, which must be two positive integers")
     return value[0], value[1]
 
 
@@ -313,7 +314,7 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
     """
     kind = raw.get("fmt") or "e4m3"
     if kind not in ("e4m3", "float8_e4m3fn"):
-        raise ValueError(f"has fmt {shown(kind)}: not served, only e4m3")
+        raise ValueError(f"has fmt {short_repr(kind)}: not served, only e4m3")
     scheme = Scheme("fp8", 8, "tensor")
     if raw.get("weight_block_size") is not None:
         block = _block(raw["weight_block_size"], "weight_block_size")
@@ -338,7 +339,7 @@ def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
     if raw.get("quant_algo") == "MIXED_PRECISION":
         layers = raw.get("quantized_layers")
         if not isinstance(layers, dict) or not all(isinstance(layer, dict) for layer in layers.values()):
-            raise ValueError(f"quantized_layers must map modules to objects, got {shown(layers)}")
+            raise ValueError(f"quantized_layers must map modules to objects, got {short_repr(layers)}")
         schemes = [
             (_patterns([name], "quantized_layers", "wildcards"), layer) for name, layer in layers.items()
         ]
@@ -353,7 +354,7 @@ def _modelopt_scheme(fields: Mapping[str, Any]) -> Scheme:
     algorithm = fields.get("quant_algo")
     layout = _MODELOPT.get(algorithm) if isinstance(algorithm, str) else None
     if layout is None:
-        raise ValueError(f"quant_algo {shown(algorithm)} is not served, only {', '.join(_MODELOPT)}")
+        raise ValueError(f"quant_algo {short_repr(algorithm)} is not served, only {', '.join(_MODELOPT)}")
     if layout == "modelopt-fp8":
         return Scheme(layout, 8, "tensor")
     group = fields.get("group_size") or 16
@@ -365,7 +366,7 @@ def _patterns(value: Any, where: str, syntax: Syntax = "library") -> tuple[re.Pa
     """Read names of modules as expressions. Raises ValueError if they are no list."""
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{where} must be a list of names, got {shown(value)}")
+        raise ValueError(f"{where} must be a list of names, got {short_repr(value)}")
     found = []
     for name in value:
         if name.startswith("re:"):
@@ -379,5 +380,5 @@ def _patterns(value: Any, where: str, syntax: Syntax = "library") -> tuple[re.Pa
         try:
             found.append(re.compile(expression))
         except re.error as error:
-            raise ValueError(f"{where}: {shown(name)} is no regular expression: {error}") from error
+            raise ValueError(f"{where}: {short_repr(name)} is no regular expression: {error}") from error
     return tuple(found)

@@ -28,7 +28,7 @@ from sglang_dflash.srt.configs.fields import (
     StrictModel,
     as_object,
     first_name,
-    shown,
+    short_repr,
     validated,
 )
 from sglang_dflash.srt.configs.unsupported import variant_findings
@@ -92,7 +92,8 @@ class _PEagleLayers(LayerFields):
 def _check_layer_inputs(ids: tuple[int, ...]) -> tuple[int, ...]:
     if min(ids) < 1:
         raise ValueError(
-            f"{shown(list(ids))} names layer 0 or less: id 0 is the embedding, which SGLang does not capture"
+            f"{short_repr(list(ids))} names layer 0 or less: id 0 is the embedding, "
+            "which SGLang does not capture"
         )
     return ids
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-from sglang_dflash.srt.configs.fields import RopeKind, as_object, first_name, shown
+from sglang_dflash.srt.configs.fields import RopeKind, as_object, first_name, short_repr
 
 # Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
@@ -108,7 +108,9 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     """
     architectures = config.get("architectures")
     if first_name(architectures) in BUILTIN_ARCHITECTURES:
-        return [Unsupported(f"architectures is {shown(architectures)}: this draft is not supported", True)]
+        return [
+            Unsupported(f"architectures is {short_repr(architectures)}: this draft is not supported", True)
+        ]
     nested = as_object(config.get("dflash_config"))
     findings = variant_findings(config, nested, served)
     if config.get("hidden_act") == "swigluoai":
@@ -117,7 +119,9 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
         rope = as_object(config.get(field))
         kind = rope.get("rope_type") or rope.get("type")
         if isinstance(kind, str) and kind not in get_args(RopeKind):
-            findings.append(Unsupported(f"{field} is of kind {shown(kind)}, which is not supported", True))
+            findings.append(
+                Unsupported(f"{field} is of kind {short_repr(kind)}, which is not supported", True)
+            )
         if any(isinstance(value, Mapping) for value in rope.values()):
             findings.append(Unsupported(f"{field} by layer type: one embedding serves all layers", True))
     names = "target_layer_ids", "num_target_layers"
@@ -140,7 +144,7 @@ def variant_findings(
             field = None if name in served else field_of(name)
             if field is not None and (unread := field.find_unread(value)):
                 means = NAMED.get(str(unread[0]).lower(), field.means)
-                what = f"{before}{name} is {shown(value)}: {means} is not supported (only {field.words})"
+                what = f"{before}{name} is {short_repr(value)}: {means} is not supported (only {field.words})"
                 found.append(Unsupported(what, means not in BUILTIN_LACKS))
     return found + [Unsupported(problem, True) for problem in _rope_problems(config)]
 

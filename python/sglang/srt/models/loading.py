@@ -21,7 +21,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
     examine_tensors,
     expected_tensors,
 )
-from sglang_dflash.srt.configs.fields import shown
+from sglang_dflash.srt.configs.fields import short_repr
 from sglang_dflash.srt.layers.dequantize import take_packed_modules
 from sglang_dflash.srt.models.quantized_linear import SHARDS, RowCheck, row_check
 
@@ -64,7 +64,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         logger.warning(
             "DFLASH draft: tensors that are not read: %s. If the draft was trained with them, few drafted "
             "tokens are accepted.",
-            shown(found.unknown),
+            short_repr(found.unknown),
         )
     expected, _ = expected_tensors(config, model.draft)
     ids = model.draft.target_layer_ids

@@ -22,7 +22,7 @@ def pieces_of(text: str) -> list[str]:
     return _PIECE.findall(text) or [""]
 
 
-def joined(results: Sequence[Any]) -> Any:
+def join_results(results: Sequence[Any]) -> Any:
     """Join a detector's results for several pieces into the last of them.
 
     Arguments of one call that follow each other become one item, as they are one event of the stream.
@@ -56,13 +56,15 @@ def piecewise(detector: Any) -> type:
             text = self._open_marker + new_text
             is_open = _OPEN_MARKER.search(text)
             self._open_marker = is_open.group() if is_open else ""
-            return joined([parse(piece, *tools) for piece in pieces_of(text.removesuffix(self._open_marker))])
+            return join_results(
+                [parse(piece, *tools) for piece in pieces_of(text.removesuffix(self._open_marker))]
+            )
 
         def finish(self, *tools: Any) -> Any:
             """Parse a marker that did not end, and release what the detector held back."""
             text, self._open_marker = self._open_marker, ""
             rest = [super().parse_streaming_increment(text, *tools)] if text else []
-            return joined([*rest, super().finish(*tools)])
+            return join_results([*rest, super().finish(*tools)])
 
     Piecewise.__name__ = detector.__name__
     return Piecewise
@@ -90,6 +92,6 @@ def json_arrays_in_pieces() -> Callable[..., Any]:
 
     @functools.wraps(original)
     def parse_streaming_increment(self: Any, new_text: str, tools: Any) -> Any:
-        return joined([original(self, piece, tools) for piece in pieces_of(new_text)])
+        return join_results([original(self, piece, tools) for piece in pieces_of(new_text)])
 
     return parse_streaming_increment

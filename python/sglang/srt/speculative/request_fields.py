@@ -15,7 +15,7 @@ import numpy as np
 from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.srt.configs.fields import shown
+from sglang_dflash.srt.configs.fields import short_repr
 from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
 
 # In a request's `custom_params`. SGLang passes these on from every endpoint. `requested_caps` has an example.
@@ -102,13 +102,13 @@ def check_request(request: Any) -> None:
         raise ValueError("positional_embed_overrides: a request cannot contain tensors.")
     for sampling in _each(request.sampling_params):
         if not isinstance(sampling, dict):
-            raise ValueError(f"sampling_params: {shown(sampling)} is not an object.")
+            raise ValueError(f"sampling_params: {short_repr(sampling)} is not an object.")
         _check_sampling(sampling)
     if isinstance(request.rid, list) and _is_one_prompt(request):
         # One prompt with several answers is a list of one to SGLang.
         sampling = request.sampling_params or {}
         if len(request.rid) != 1 or sampling.get("n", 1) == 1:
-            raise ValueError(f"rid: {shown(request.rid)} is a list, which goes with a list of prompts.")
+            raise ValueError(f"rid: {short_repr(request.rid)} is a list, which goes with a list of prompts.")
     for start in _each(request.logprob_start_len):
         if not -INT64 <= start < INT64:
             raise ValueError(f"logprob_start_len: {start} is beyond 64 bits.")
@@ -125,7 +125,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
         try:
             msgspec.convert(value, _parameter_types()[name])
         except msgspec.ValidationError as error:
-            raise ValueError(f"sampling_params: {name} cannot be {shown(value)}: {error}.") from error
+            raise ValueError(f"sampling_params: {name} cannot be {short_repr(value)}: {error}.") from error
         if any(not -INT64 <= number < INT64 for number in _integers(value)):
             raise ValueError(f"sampling_params: {name} has a number beyond 64 bits.")
     for pattern in _each(sampling.get("stop_regex")):
@@ -133,7 +133,7 @@ def _check_sampling(sampling: dict[str, Any]) -> None:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"sampling_params: stop_regex {shown(pattern)} is no regular expression: {error}."
+                f"sampling_params: stop_regex {short_repr(pattern)} is no regular expression: {error}."
             ) from error
     n = sampling.get("n", 1)
     if not 1 <= n <= MAX_ANSWERS:

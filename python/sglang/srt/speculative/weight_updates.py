@@ -57,7 +57,7 @@ def first_problem(problem: str) -> str:
     return next((one for one in problems if one), "")
 
 
-def described(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return the kind and the text of an error."""
     return f"{type(error).__name__}: {error}"
 
@@ -247,7 +247,7 @@ class RoutedUpdater:
                 is_done, message = update()
             problem = "" if is_done else message
         except Exception as error:  # a broken checkpoint can raise anything
-            problem = described(error)
+            problem = format_error(error)
         finally:
             self._draft.takes_parts = False
         self._problem = self._problem or first_problem(problem)
@@ -264,7 +264,7 @@ class RoutedUpdater:
         try:
             result = run()
         except Exception as error:
-            problem = described(error)
+            problem = format_error(error)
         self._problem = first_problem(problem)
         if self._problem:
             raise ValueError(self._problem)
@@ -317,7 +317,7 @@ def _answering_errors(name: str) -> Callable[[Any, Any], Any]:
         try:
             return update(self, recv_req)
         except Exception as error:
-            message = f"No weight update, the old weights stay: {first_problem(described(error))}"
+            message = f"No weight update, the old weights stay: {first_problem(format_error(error))}"
             torch.distributed.barrier(group=self.tp_cpu_group)
             output = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
             return output(success=False, message=message)

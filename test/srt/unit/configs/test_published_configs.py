@@ -106,7 +106,7 @@ def test_values_of_a_field_that_are_not_read_are_named(name, place, tmp_path):
         is_read = is_read or any(type(value) is type(known) and value == known for known in field.read)
         assert (outcome == "read") == is_read, (value, said)
         if not is_read:
-            assert f"{place}{name} is {unsupported.shown(listed)}: " in said and field.words in said
+            assert f"{place}{name} is {unsupported.short_repr(listed)}: " in said and field.words in said
 
 
 # Fields that a draft's class or its layers read: base -> place -> names.
