@@ -19,8 +19,8 @@ def _give_costs(module, verify, draft) -> None:
     """
     assert hasattr(module, "_measure")
 
-    def costs(worker, backends, widths, loads, budget):
-        loads, slots = module.np.array([1, 64]), module.np.array(widths)
+    def costs(worker, backends, verify_lens, loads, budget):
+        loads, slots = module.np.array([1, 64]), module.np.array(verify_lens)
         return module.CostTable(loads, slots, verify(loads[:, None], slots), draft(loads))
 
     def of_whole_blocks(worker, loads):
