@@ -344,7 +344,8 @@ def test_copies_that_are_kept_in_part_are_no_reason_to_leave_the_draft_out():
 def test_outcomes_by_source():
     counted = []
     metrics = SimpleNamespace(
-        count_source=lambda source, **given: counted.append((source, *given.values())), count_undrafted=lambda cycles: None
+        count_source=lambda source, **given: counted.append((source, *given.values())),
+        count_undrafted=lambda cycles: None,
     )
     stats = CopyStats(metrics)
     cycles = [
