@@ -7,7 +7,7 @@ the most frequent tokens and some random ones, because the whole vocabulary woul
 
     python train_chat_draft.py SHARD_DIR TARGET_DIR DRAFT_DIR --minutes 60
     python train_chat_draft.py SHARD_DIR TARGET_DIR DFLASH2_DIR --minutes 60 --plain DRAFT_DIR
-    python train_chat_draft.py SHARD_DIR TARGET_DIR NEW_DIR --minutes 60 --start DRAFT_DIR      # of either kind
+    python train_chat_draft.py SHARD_DIR TARGET_DIR NEW_DIR --minutes 60 --start DRAFT_DIR  # either kind
 
 Shapes: R rows, S positions, N anchors per row, B block size, V tokens in use, A captured layers,
 H hidden size.
