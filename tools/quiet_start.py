@@ -63,7 +63,7 @@ def shown(lines: Iterable[str], left_out: list[str]) -> Iterator[str]:
             left_out.clear()
             yield f"The server is at {url}. Ask it:\n"
             yield f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{QUESTION}'\n"
-            yield f"Tokens a cycle so far: avg_spec_accept_length at {url}/server_info\n"
+            yield f"Tokens a cycle, after the first 40 cycles: avg_spec_accept_length at {url}/server_info\n"
             break
     yield from lines
 
