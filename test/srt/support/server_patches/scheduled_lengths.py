@@ -81,4 +81,4 @@ def scheduled(
     place = np.full(len(rows), cycle) + (5 * rows if len(rows) > 1 else 0)
     copies = (matches > 0) & (place % 3 > 0)
     lengths = np.array(schedule)[place % len(schedule)]
-    return choice._replace(lengths=np.minimum(lengths, caps), copies=copies)
+    return choice._replace(lengths=np.minimum(lengths, caps), copies=copies, num_cycles=1)

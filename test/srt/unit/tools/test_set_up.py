@@ -31,10 +31,14 @@ def pip_settings(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def venv(tmp_path) -> Path:
-    """An environment whose Python is this one."""
+    """An environment whose Python is this one, for which pip installs nothing and finds nothing installed."""
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    hides = "--ignore-installed --dry-run"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in "-m pip install"*) exec {sys.executable} "$@" {hides};; esac\n'
+        f'exec {sys.executable} "$@"\n'
+    )
     python.chmod(0o755)
     return tmp_path / "venv"
 
