@@ -40,7 +40,8 @@ class Drafter(abc.ABC):
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
         defers_plain_cycles: whether `commit` keeps the context of cycles that verify the anchor alone, to
-            write it later. Their graphs then write no context.
+            write it later. Their graphs then write no context. On a CPU it keeps that of all cycles which
+            draft nothing.
     """
 
     num_draft_rows: int

@@ -123,6 +123,9 @@ class CopySource:
         self._has_texts = False
         # Matches of the next cycle, then of the one under way. Empty tensors: none were looked up.
         self._keys, self._lengths = NOTHING_LOOKED_UP.right, NOTHING_LOOKED_UP.lengths
+        self._found = (
+            NOTHING_LOOKED_UP.right
+        )  # continuations of the cycle under way. Empty: none are compared
         self._is_planned = False  # whether the plan of the cycle under way says who copies
 
     def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
@@ -194,10 +197,10 @@ class CopySource:
         """
         self._is_planned, self._lengths = plan.copies.size > 0, NOTHING_LOOKED_UP.lengths
         keys, self._keys = self._keys, NOTHING_LOOKED_UP.right
+        self._found = NOTHING_LOOKED_UP.right
         if not keys.numel():
             return
         if self._is_planned and not plan.matches.size:
-            self._found = NOTHING_LOOKED_UP.right
             self._lengths = torch.zeros_like(batch.seq_lens, dtype=torch.int32)
             return
         self._found, self._lengths = copy_matches(
@@ -221,7 +224,7 @@ class CopySource:
 
     def overlay(self, block: DraftBlock) -> DraftBlock:
         """Put the chosen copies into a block [bs, W]."""
-        if not self._lengths.numel() or not self._found.numel():
+        if not self._found.numel():
             return block
         return overlay_copies(block, self._copied[:, : block.tokens.shape[1]])
 
@@ -236,7 +239,7 @@ class CopySource:
         if not self._has_texts:
             return
         lengths, right = self._lengths, NOTHING_LOOKED_UP.right
-        if self._is_planned and lengths.numel() and self._found.numel():
+        if self._is_planned and self._found.numel():
             right = _num_right(self._found, accepted)
         append_tokens(self.history, cycle.req_pool_indices, cycle.committed, accepted.tokens)
         # SGLang waits for later work before it reports accept lengths, so these have arrived by then.

@@ -165,15 +165,15 @@ class DFlashDrafter(Drafter):
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         has_drafted, self._has_drafted = self._has_drafted, False
-        defers = self.defers_plain_cycles and not has_drafted
-        if cycle.verify_len > 1 and (aux_hidden is None or aux_hidden.is_cuda or has_drafted):
-            defers = False
+        is_on_host = aux_hidden is not None and not aux_hidden.is_cuda
+        may_wait = not has_drafted and (cycle.verify_len == 1 or is_on_host)
+        if not may_wait:
             self._write_deferred()  # a later write may hit a slot that has another owner by then
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
-        if defers:
+        if may_wait and self.defers_plain_cycles:
             self._defer(cycle, rows, accepted)
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
