@@ -16,6 +16,7 @@ from sglang_dflash.srt.speculative.width.policy import LengthChooser
 WIDTHS = np.array([1, 2, 4, 8])
 LOADS = np.array([1, 2, 4, 8, 16, 32, 64])
 DEPTH = int(WIDTHS[-1]) - 1
+NARROW = 3
 # Probability that a drafted token is accepted if those before it are.
 KINDS = {
     "strong": np.linspace(0.92, 0.85, DEPTH),
@@ -46,12 +47,13 @@ class Cost:
     def verify(self, n: int, drafted: int) -> float:
         return 1 + self.request * n + self.row * self.step * (drafted // self.step)
 
-    def draft_for(self, m: int) -> float:
-        return self.draft + self.each * m if m else 0.0
+    def draft_for(self, m: int, slots: int = DEPTH) -> float:
+        return self.draft + self.each * m * slots / DEPTH if m else 0.0
 
-    def cycle(self, lengths: np.ndarray, context: int = 0) -> float:
+    def cycle(self, lengths: np.ndarray, context: int = 0, draft_slots: int = DEPTH) -> float:
         """Return the seconds of a cycle, without the gap. context: committed tokens of each request."""
-        seconds = self.verify(len(lengths), int(lengths.sum())) + self.draft_for(int((lengths > 0).sum()))
+        seconds = self.verify(len(lengths), int(lengths.sum()))
+        seconds += self.draft_for(int((lengths > 0).sum()), draft_slots)
         seconds += self.read * len(lengths) * context
         return seconds + self.ragged_overhead * bool((lengths != lengths[0]).any())
 
@@ -81,6 +83,8 @@ class Simulation:
         is_steady: whether start-up held its measurement for a good one.
         stalls: share of cycles that take a hundred times as long as they say.
         pace: how many times as long a cycle takes as it should, by its number.
+        narrow: how often a token of a block of `NARROW` drafted slots is accepted, over one of a whole block.
+            0: all blocks are whole.
     """
 
     cost: Cost
@@ -94,7 +98,9 @@ class Simulation:
     is_steady: bool = True
     stalls: float = 0.0
     pace: Callable[[int], float] = lambda number: 1.0
+    narrow: float = 0.0
     seed: int = 0
+    narrow_cycles: int = 0
     chosen: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self):
@@ -102,13 +108,22 @@ class Simulation:
         wrong = np.where(WIDTHS > 1, self.wrong.get("verify", 1.0), self.wrong.get("plain", 1.0))
         wrong = wrong * (1 + self.error * (WIDTHS > 2))
         verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
-        draft = np.array([self.cost.draft_for(int(n)) for n in LOADS]) * self.wrong.get("draft", 1.0)
+        widths = [NARROW, DEPTH] if self.narrow else [DEPTH]
+        draft = np.array([[self.cost.draft_for(int(n), slots) for slots in widths] for n in LOADS])
+        draft *= self.wrong.get("draft", 1.0)
         every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
         half = np.array([self.cost.cycle(lengths) for lengths in every_other])
         half = 0.0 if self.ignored == "ragged_overhead" else half
         read = 0.0 if self.ignored == "read" else self.cost.read
         self.costs = CostTable(
-            LOADS, WIDTHS, verify * wrong, draft, reads=read, mixed_sample=half, tries=KNOWN * self.is_steady
+            LOADS,
+            WIDTHS,
+            verify * wrong,
+            draft,
+            reads=read,
+            mixed_sample=half,
+            tries=KNOWN * self.is_steady,
+            draft_slots=widths,
         )
         self.chooser = LengthChooser(self.costs, 64)
         self.tokens = self.seconds = 0.0
@@ -117,9 +132,8 @@ class Simulation:
         """Run so many cycles of n requests; totals leave out the first ones, with expected tokens."""
         rows, modes, kinds = np.arange(n), np.zeros(n, dtype=int), cycle(self.kinds)
         self.accept_probs = np.stack([KINDS[next(kinds)] for _ in rows])
-        prefix_accept_prob = self.accept_probs.cumprod(axis=1)
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
-        self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
+        self.chosen, self.tokens, self.seconds, self.narrow_cycles = [], 0.0, 0.0, 0
         matches, caps, is_new, num_held = np.zeros(n, dtype=int), np.broadcast_to(caps, n), True, 0
         for number in range(cycles):
             requests = Requests(([], False, int(born.sum())), rows, born, modes)
@@ -129,20 +143,23 @@ class Simulation:
             else:
                 choice = self.chooser.choose(requests, n * self.context, matches, caps)
                 num_held = choice.num_cycles - 1
-            lengths = choice.lengths
-            hits = (self.rng.random(prefix_accept_prob.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
+            lengths, is_narrow = choice.lengths, choice.draft_width < -1
+            accept_probs = self.accept_probs * (self.narrow if is_narrow else 1.0)
+            prefix_accept_prob = accept_probs.cumprod(axis=1)
+            hits = (self.rng.random(accept_probs.shape) < accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
-            seconds = self.cost.cycle(lengths, self.context)
+            seconds = self.cost.cycle(lengths, self.context, NARROW if is_narrow else DEPTH)
             measured = (seconds + self.cost.gap) * np.exp(self.noise * self.rng.normal()) * self.pace(number)
             measured *= 100 if self.rng.random() < self.stalls else 1
             self.costs.observe(self.chooser.work(choice, n * self.context), measured)
-            late.append((lengths, kept, born.copy()))
+            late.append((lengths, kept, is_narrow, born.copy()))
             if len(late) > self.lag:
-                verified, accepted, whose = late.pop(0)
+                verified, accepted, was_narrow, whose = late.pop(0)
                 [same] = np.nonzero(whose == born)
-                self.chooser.drafts.learn(same, modes[same], verified[same], accepted[same])
+                self.chooser.drafts.learn(same, modes[same], verified[same], accepted[same], was_narrow)
             if number >= warm:
                 self.chosen.append(lengths)
+                self.narrow_cycles += is_narrow
                 self.tokens += (
                     n + np.where(np.arange(DEPTH) < lengths[:, None], prefix_accept_prob, 0.0).sum()
                 )

@@ -53,7 +53,11 @@ def narrow_drafts(module) -> None:
 
     def choose_with_draft_slots(self, *args, **kwargs):
         widths = json.loads(os.environ.get(_DRAFT_SLOTS, "[null]"))
-        return choose(self, *args, **kwargs)._replace(draft_slots=widths[next(cycles) % len(widths)])
+        plan, draft_slots = choose(self, *args, **kwargs), widths[next(cycles) % len(widths)]
+        if draft_slots is None:
+            return plan
+        # The policy has no estimates of widths that it would not choose.
+        return plan._replace(draft_slots=draft_slots, work=None)
 
     module.AdaptiveLengths.choose = choose_with_draft_slots
 

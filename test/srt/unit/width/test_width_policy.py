@@ -278,6 +278,55 @@ def test_a_draft_that_becomes_bad_is_given_up():
     assert server.run(16, cycles=600).of_best_uniform > 0.95
 
 
+ROWS_OF_THE_DRAFT_COST = Cost(row=0.02, draft=0.05, each=0.06)
+
+
+@pytest.mark.parametrize("n", [1, 16])
+@pytest.mark.parametrize("mix", ["usual", "strong random"])
+def test_a_narrower_draft_block_is_used_where_it_pays(mix, n):
+    """Its tokens are accepted as often, and three rows of the draft cost less than seven."""
+    whole = Simulation(ROWS_OF_THE_DRAFT_COST, mix.split()).run(n, cycles=3000, warm=2000)
+    server = Simulation(ROWS_OF_THE_DRAFT_COST, mix.split(), narrow=1.0).run(n, cycles=3000, warm=2000)
+    assert server.speed > (0.995 if n == 1 else 1.02) * whole.speed
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_looking_for_a_narrower_block_costs_less_than_a_hundredth(n):
+    """Its tokens are accepted half as often: from the first cycle on, it is hardly used."""
+    speed = {0.0: 0.0, 0.5: 0.0}
+    for seed, narrow in itertools.product(range(6), speed):
+        server = Simulation(ROWS_OF_THE_DRAFT_COST, ["usual"], narrow=narrow, seed=seed)
+        speed[narrow] += server.run(n, cycles=1000, warm=0).speed
+        assert 0 < server.narrow_cycles < 60 if narrow else server.narrow_cycles == 0
+    assert speed[0.5] > 0.99 * speed[0.0]
+
+
+def test_a_narrower_block_that_becomes_worse_is_given_up():
+    server = Simulation(ROWS_OF_THE_DRAFT_COST, ["usual"], narrow=1.0)
+    assert server.run(16, cycles=2000, warm=1000).narrow_cycles > 800
+    server.narrow = 0.6
+    assert server.run(16, cycles=1000, warm=500).narrow_cycles < 50
+
+
+def test_labels_of_narrower_blocks_count_for_a_request_by_their_factor():
+    """Half of the tokens of narrower blocks are accepted. One request's are as good as a whole block's."""
+    estimate, mode = AcceptanceEstimate(4, DEPTH, narrow_slots=3), ints(GREEDY)
+    for _ in range(300):
+        estimate.learn(ints(1), mode, drafted=ints(1), accepted=ints(1))
+        estimate.learn(ints(2), mode, drafted=ints(1), accepted=ints(0))
+        estimate.learn(ints(1), mode, drafted=ints(1), accepted=ints(0), is_narrow=True)
+        estimate.learn(ints(2), mode, drafted=ints(1), accepted=ints(0), is_narrow=True)
+        estimate.learn(ints(1), mode, drafted=ints(1), accepted=ints(1), is_narrow=True)
+        estimate.learn(ints(2), mode, drafted=ints(1), accepted=ints(0), is_narrow=True)
+    factors = estimate.narrow_factors()[GREEDY]
+    assert factors[0] == pytest.approx(0.5, abs=0.05) and (factors[3:] == 0).all()
+    whole, narrow = (
+        estimate.prefix_accept_probs(ints(1, 2), ints(0, 0), is_narrow) for is_narrow in (False, True)
+    )
+    assert whole[0, 0] > 0.8 and whole[1, 0] < 0.15
+    assert narrow[:, 0] == pytest.approx(factors[0] * whole[:, 0])
+
+
 def test_caps_are_kept_and_capped_requests_are_not_probed():
     caps = ints(0, 2, 7, 7)
     server = Simulation(COSTS["rows are free"], ["strong"]).run(4, caps=caps)

@@ -35,6 +35,7 @@ class Work(NamedTuple):
     drafted_for: int  # requests that the draft serves
     is_ragged: bool = False  # whether requests verify different numbers
     further: int = 0  # committed tokens of all requests beyond those that start-up measured with
+    draft_width: int = -1  # index of the measured widths of draft blocks
 
 
 class CyclePlan(NamedTuple):

@@ -107,6 +107,7 @@ class AdaptiveLengths:
         self._passed: Any = 0
         self._requests = NO_REQUESTS
         self._cycles_per_verify_len: Counter[int] = Counter()
+        self._cycles_per_draft_slots: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
         self._measured = self._expected = 0.0  # seconds of all cycles that were timed
 
@@ -157,7 +158,16 @@ class AdaptiveLengths:
         )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
         work = self.chooser.work(choice, further)
-        plan = plan._replace(draws=draws, caps=caps, matches=matches, requests=requests, work=work)
+        widths = self.chooser.costs.draft_slots
+        draft_slots = int(widths[choice.draft_width]) if choice.draft_width < -1 else None
+        plan = plan._replace(
+            draws=draws,
+            caps=caps,
+            matches=matches,
+            draft_slots=draft_slots,
+            requests=requests,
+            work=work,
+        )
         self._count_cycle(plan)
         self._log(choice)
         self._held_for, self._num_held = for_what, choice.num_cycles - 1 if is_known.all() else 0
@@ -180,6 +190,8 @@ class AdaptiveLengths:
         self._verify_len = plan.verify_len
         self._num_cycles += 1
         self._cycles_per_verify_len[plan.verify_len] += 1
+        if plan.verify_len > 1 and not plan.copies.all():
+            self._cycles_per_draft_slots[plan.draft_slots or self.chooser.max_draft_tokens] += 1
         self._blocks_per_length.update(plan.layout.num_draft_tokens.tolist())
         self._metrics.count_width(plan.verify_len)
 
@@ -216,11 +228,21 @@ class AdaptiveLengths:
         if self._tp_group.rank_in_group == 0:
             choice = self.chooser.choose(requests, further, matches, caps)
         if self._tp_group.world_size > 1:
-            rows = choice.lengths, choice.copies, np.full(n, choice.num_cycles)
+            rows = (
+                choice.lengths,
+                choice.copies,
+                np.full(n, choice.num_cycles),
+                np.full(n, choice.draft_width),
+            )
             sent = torch.from_numpy(np.stack(rows).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            lengths, copies, num_cycles = sent.numpy()
-            choice = choice._replace(lengths=lengths, copies=copies > 0, num_cycles=int(num_cycles[0]))
+            lengths, copies, (num_cycles, *_), (draft_width, *_) = sent.tolist()
+            choice = choice._replace(
+                lengths=np.array(lengths),
+                copies=np.array(copies) > 0,
+                num_cycles=num_cycles,
+                draft_width=draft_width,
+            )
         return choice
 
     def on_launched(self, plan: CyclePlan) -> None:
@@ -256,7 +278,8 @@ class AdaptiveLengths:
                 accepted=accepted,
             )
             verified = np.where((lengths <= 0) & ~plan.copies[same], verified, 0)
-        self.chooser.drafts.learn(rows, modes, verified, accepted)
+        is_narrow = plan.draft_slots is not None
+        self.chooser.drafts.learn(rows, modes, drafted=verified, accepted=accepted, is_narrow=is_narrow)
 
     def _learn_copies(
         self,
@@ -288,6 +311,9 @@ class AdaptiveLengths:
             "expected": self._expected_per_verify_len(),
             "candidates": self.chooser.costs.verify_lens.tolist(),
             "cycles_per_width": {str(width): n for width, n in sorted(self._cycles_per_verify_len.items())},
+            "cycles_per_draft_slots": {
+                str(slots): n for slots, n in sorted(self._cycles_per_draft_slots.items())
+            },
             "blocks_per_length": {str(length): n for length, n in sorted(self._blocks_per_length.items())},
             "probes": self.chooser.num_probes,
             "measured_over_expected_time": time_ratio,

@@ -33,6 +33,9 @@ UNKNOWN_MATCH, _UNKNOWN_PRIOR = 1, 0.1
 # A request's own labels: how many its mode's average counts for; what is kept of them per verified block.
 _OWN_WEIGHT, _OWN_MEMORY = 12.0, 0.97
 _MEMORY = 1 - 1 / 300  # of averages, per label
+# How often tokens of a narrower draft block are accepted before any label, over those of a whole one, and how
+# many labels that counts for. Low, so that probes look first: with fewer rows some drafts lose a third.
+_NARROW_PRIOR, _NARROW_WEIGHT = 0.9, 20.0
 
 
 class _Averages:
@@ -68,25 +71,54 @@ class _Averages:
 class AcceptanceEstimate(_Averages):
     """s_ik of drafted tokens: each request's own labels, shrunk to the average of its mode.
 
-    The labels have `num_rows` rows, as the request table, and `max_draft_tokens` columns.
+    The labels have `num_rows` rows, as the request table, and `max_draft_tokens` columns. They are of whole
+    draft blocks. A narrower block changes what the draft proposes, so its tokens are accepted less or more
+    often, by a factor per mode and step. A request's labels of both kinds are kept together, divided by it.
+
+    Args:
+        num_rows: of the request table.
+        max_draft_tokens: K.
+        narrow_slots: drafted slots of the narrower block. 0: all are whole.
     """
 
-    def __init__(self, num_rows: int, max_draft_tokens: int):
+    def __init__(self, num_rows: int, max_draft_tokens: int, narrow_slots: int = 0):
         super().__init__(max_draft_tokens, {0: _DRAFT_PRIOR})
         self._seen, self._kept = np.zeros((2, num_rows, max_draft_tokens))
         self._steps = np.arange(max_draft_tokens)
+        self._narrow = _Averages(narrow_slots, {})
 
     def reset(self, rows: np.ndarray) -> None:
         """Start new requests in these rows."""
         self._seen[rows] = self._kept[rows] = 0.0
 
-    def prefix_accept_probs(self, rows: np.ndarray, modes: np.ndarray) -> np.ndarray:
+    def narrow_factors(self) -> np.ndarray:
+        """Return by which factor a token of a narrower block is accepted more often. [modes, K]
+
+        0 for steps that a narrower block does not have.
+        """
+        averages, narrow = self.averages, self._narrow
+        factors, num_slots = np.zeros_like(averages), narrow._labels.shape[1]
+        expected = averages[:, :num_slots]
+        found = narrow._accepted + _NARROW_WEIGHT * _NARROW_PRIOR * expected
+        factors[:, :num_slots] = found / (narrow._labels + _NARROW_WEIGHT) / expected
+        return factors
+
+    def prefix_accept_probs(self, rows: np.ndarray, modes: np.ndarray, is_narrow: bool = False) -> np.ndarray:
         """Return s_ik [n, K] of the next cycle, for requests in these rows [n] with modes [n]."""
         averages = self.averages[modes]
         own = (self._kept[rows] + _OWN_WEIGHT * averages) / (self._seen[rows] + _OWN_WEIGHT)
-        return own.cumprod(axis=1)
+        if is_narrow:
+            own *= self.narrow_factors()[modes]
+        return own.clip(max=1.0).cumprod(axis=1)
 
-    def learn(self, rows: np.ndarray, modes: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+    def learn(
+        self,
+        rows: np.ndarray,
+        modes: np.ndarray,
+        drafted: np.ndarray,
+        accepted: np.ndarray,
+        is_narrow: bool = False,
+    ) -> None:
         """Learn from a cycle.
 
         Args:
@@ -94,14 +126,17 @@ class AcceptanceEstimate(_Averages):
             modes: of `MODES`. [n]
             drafted: verified tokens of the draft; 0 for a copy. [n]
             accepted: of these. [n]
+            is_narrow: whether the draft's blocks were narrower.
         """
         seen = self._steps < np.minimum(accepted + 1, drafted)[:, None]
         kept = self._steps < np.where(drafted > 0, accepted, 0)[:, None]
         memory = np.where(drafted > 0, _OWN_MEMORY, 1.0)[:, None]
+        as_whole = kept / self.narrow_factors()[modes].clip(min=0.1) if is_narrow else kept
         self._seen[rows] = memory * self._seen[rows] + seen
-        self._kept[rows] = memory * self._kept[rows] + kept
-        cells = modes[:, None] * len(self._steps) + self._steps
-        self._add(cells[seen], kept[seen])
+        self._kept[rows] = memory * self._kept[rows] + as_whole
+        averages = self._narrow if is_narrow else self
+        cells = modes[:, None] * averages._labels.shape[1] + self._steps
+        averages._add(cells[seen], kept[seen])
 
 
 class CopyEstimate(_Averages):
@@ -158,7 +193,7 @@ class CostTable:
         loads: numbers of requests that were measured, ascending. [L]
         verify_lens: slots per request that were measured, ascending. [W]
         verify: seconds of a cycle without its draft. [L, W]
-        draft: seconds of drafting for all requests. [L]
+        draft: seconds of drafting for all requests. [L], or [L, D] by the drafted slots of a block.
         padded: whether forwards are padded to the next of `loads`.
         reads: seconds per committed token beyond `context`.
         context: committed tokens per request in the measurement.
@@ -166,6 +201,7 @@ class CostTable:
         mixed_sample: seconds of a cycle in which every other request, the first included, has a whole block
             and the rest verify nothing. [L]
         tries: served cycles that each load's measurement counts for. [L]
+        draft_slots: drafted slots per block that were measured, ascending. [D] None: whole blocks alone.
     """
 
     def __init__(
@@ -180,16 +216,24 @@ class CostTable:
         sizes: Sequence[int] = (),
         mixed_sample: np.ndarray | float = 0.0,
         tries: np.ndarray | float = KNOWN,
+        draft_slots: Sequence[int] | None = None,
     ):
         self.loads, self.verify_lens, self._padded = np.asarray(loads), np.asarray(verify_lens), padded
         num_loads, num_lens = len(self.loads), len(self.verify_lens)
+        self.draft_slots = np.asarray(draft_slots or self.verify_lens[-1:] - 1)
         # More work takes no less time, and other processes only add to it: a peak is noise.
-        verify, draft = (_lowered(np.array(table, dtype=float)) for table in (verify, draft))
-        self._entries = np.concatenate((verify.ravel(), draft, np.zeros(num_loads), [reads]))
-        self._verify = self._entries[: verify.size].reshape(num_loads, num_lens)
-        self._draft, self._ragged_overhead = self._entries[verify.size : -1].reshape(2, num_loads)
+        verify, draft = (
+            _lowered(np.array(table, dtype=float).reshape(num_loads, -1)) for table in (verify, draft)
+        )
+        self._entries = np.concatenate((verify.ravel(), draft.ravel(), np.zeros(num_loads), [reads]))
+        of_verify, of_draft, self._ragged_overhead = np.split(
+            self._entries[:-1], [verify.size, verify.size + draft.size]
+        )
+        self._verify, self._draft = of_verify.reshape(num_loads, num_lens), of_draft.reshape(num_loads, -1)
         of_loads = np.broadcast_to(np.asarray(tries, dtype=float), num_loads)
-        self._tries = np.concatenate((of_loads.repeat(num_lens), of_loads, of_loads, [KNOWN]))
+        num_widths = len(self.draft_slots)
+        of_entries = of_loads.repeat(num_lens), of_loads.repeat(num_widths), of_loads, [KNOWN]
+        self._tries = np.concatenate(of_entries)
         self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
         self.context, self._sizes, samples = (
             context,
@@ -229,9 +273,9 @@ class CostTable:
         sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
         return np.maximum(self._sizes[sufficient] - num_requests, drafted)
 
-    def draft(self, num_requests: int) -> np.ndarray:
-        """Return the seconds of drafting for 0 .. n requests."""
-        seconds = self._at(np.arange(num_requests + 1), self._draft)
+    def draft(self, num_requests: int, width: int = -1) -> np.ndarray:
+        """Return the seconds of drafting for 0 .. n requests. `width` is an index of `draft_slots`."""
+        seconds = self._at(np.arange(num_requests + 1), self._draft[:, width])
         seconds[0] = 0.0
         return seconds
 
@@ -249,10 +293,13 @@ class CostTable:
         """Return how much of each entry a cycle takes without further committed tokens."""
         n = work.requests
         row = self._padded_rows(n, np.array(work.verified))
-        loads, lengths = np.eye(len(self.loads)), np.eye(len(self.verify_lens))
+        loads, lengths, widths = (
+            np.eye(len(axis)) for axis in (self.loads, self.verify_lens, self.draft_slots)
+        )
         by_load, drafts = self._at(n, loads), self._at(work.drafted_for, loads) * (work.drafted_for > 0)
         by_length = _read(lengths, np.interp(row, n * (self.verify_lens - 1), np.arange(len(lengths))))
         verify = np.outer(by_load, by_length).ravel()
+        drafts = np.outer(drafts, widths[work.draft_width]).ravel()
         return np.concatenate((verify, drafts, by_load * work.is_ragged, [0.0]))
 
     def expected(self, work: Work) -> float:

@@ -175,7 +175,8 @@ def reason_for_whole_blocks(runner: Any) -> str:
 def _measure(
     worker: Any, backends: Backends, verify_lens: tuple[int, ...], loads: list[int], budget: float
 ) -> CostTable:
-    timer, start = _CycleTimer(worker, backends, verify_lens), time.perf_counter()
+    draft_slots = _draft_widths(worker, verify_lens)
+    timer, start = _CycleTimer(worker, backends, verify_lens, draft_slots), time.perf_counter()
     context = feasible_context(worker, _CONTEXT)
     longest = verify_lens[-1] - 1
     cycles = [*((verify_len - 1,) for verify_len in verify_lens), (longest, 0)]
@@ -187,12 +188,17 @@ def _measure(
     drafts = np.concatenate((drafts, factors * drafts[-1]))
     tries = np.zeros(len(loads))
     tries[:measured] = KNOWN * is_steady
-    is_drafting = np.array(verify_lens) > 1
-    draft = drafts[:, :-1][:, is_drafting].min(axis=1)
-    verify = seconds[:, :-1] - np.where(is_drafting, draft[:, None], 0.0)
+    drafted = np.array(verify_lens) - 1
+    widths = np.searchsorted(draft_slots, drafted)
+    of_widths = [
+        np.where((drafted > 0) & (widths == width), drafts[:, :-1], np.inf).min(axis=1)
+        for width in range(len(draft_slots))
+    ]
+    draft = np.stack(of_widths, axis=1)
+    verify = seconds[:, :-1] - np.where(drafted > 0, draft[:, widths], 0.0)
     if verify_lens[0] == 1 and not worker.drafter.writes_context_apart:
         # The draft's forward writes the context of as many plain cycles as a block has rows.
-        verify[:, 0] += draft / worker.block_size
+        verify[:, 0] += draft[:, -1] / worker.block_size
     few = max(n for n in loads[:measured] if n <= max(_FEW_REQUESTS, loads[0]))
     reads = timer.time_reads(few, context, budget / 4)
     sizes = getattr(backends, "sizes", ())  # of graphs keyed by rows
@@ -207,19 +213,32 @@ def _measure(
         sizes=sizes,
         mixed_sample=seconds[:, -1],
         tries=tries,
+        draft_slots=draft_slots,
     )
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "
-        "of drafting for all: %s; us for each further committed token: %.3f; ms of lengths that differ: %s.",
+        "of drafting %s tokens for all: %s; us for each further committed token: %.3f; ms of lengths that "
+        "differ: %s.",
         list(verify_lens),
         loads[:measured],
         time.perf_counter() - start,
         (1e3 * verify[:measured]).round(2).tolist(),
+        draft_slots,
         (1e3 * draft[:measured]).round(2).tolist(),
         1e6 * reads,
         [round(1e3 * costs.ragged_overhead(n), 2) for n in loads[:measured]],
     )
     return costs
+
+
+def _draft_widths(worker: Any, verify_lens: tuple[int, ...]) -> list[int]:
+    """Return the drafted slots of blocks to choose from, ascending: about half of a block, and all.
+
+    The half is a verify length, so that one cycle measures both.
+    """
+    drafted = [verify_len - 1 for verify_len in verify_lens]
+    halves = [slots for slots in drafted if 0 < slots <= drafted[-1] // 2]
+    return [*(halves[-1:] if worker.drafter.narrows_blocks else ()), drafted[-1]]
 
 
 def _loads(runner: Any) -> list[int]:
@@ -251,8 +270,11 @@ class _DraftClock(CycleClock, CycleObserver):
 class _CycleTimer:
     """Times the worker's cycles. n: requests. context: committed tokens of each."""
 
-    def __init__(self, worker: Any, backends: Backends, verify_lens: tuple[int, ...]):
+    def __init__(
+        self, worker: Any, backends: Backends, verify_lens: tuple[int, ...], draft_slots: Sequence[int] = ()
+    ):
         self._worker, self._backends, self._verify_lens = worker, backends, verify_lens
+        self._draft_slots = draft_slots
         self.runner = worker.target_worker.model_runner
 
     @contextmanager
@@ -336,6 +358,8 @@ class _CycleTimer:
         seconds = []
         for in_turn in reversed(cycles):
             plan = plan_lengths(self._backends, np.resize(in_turn, n), np.zeros(n, dtype=bool))
+            draft_slots = min((slots for slots in self._draft_slots if slots >= max(in_turn)), default=None)
+            plan = plan._replace(draft_slots=draft_slots)
             run = functools.partial(self._run, plan=plan)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
             batches = [make_batch(self._worker, n, context) for _ in range(1 + timed)]

@@ -83,6 +83,7 @@ class Choice(NamedTuple):
     tokens: float  # committed by the cycle, of all requests
     seconds: float
     num_cycles: int = 1  # of an unchanged batch that it is for
+    draft_width: int = -1  # of the draft's blocks, an index of `CostTable.draft_slots`
 
 
 class LengthChooser:
@@ -103,7 +104,8 @@ class LengthChooser:
 
     def __init__(self, costs: CostTable, num_rows: int, probe_share: float = 0.005, skips_draft: bool = True):
         self.costs, self.max_draft_tokens = costs, int(costs.verify_lens[-1]) - 1
-        self.drafts = AcceptanceEstimate(num_rows, self.max_draft_tokens)
+        narrow_slots = [0, *costs.draft_slots.tolist()][-2]
+        self.drafts = AcceptanceEstimate(num_rows, self.max_draft_tokens, narrow_slots)
         self.copies = CopyEstimate(self.max_draft_tokens)
         self.num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
         self._turn = self.num_probes = self._cycles_without_choice = self._cycles_without_trial = 0
@@ -121,12 +123,12 @@ class LengthChooser:
         """
         self.count_cycle()
         caps = np.minimum(caps, self.max_draft_tokens)
-        choice = self._decide(requests, further, matches, caps)
+        choice, *others = self._decide(requests, further, matches, caps)
         if not choice.copies.any():
             choice = choice._replace(num_cycles=HOLD)
         self._credit += self._probe_share * self._cycles_without_choice * choice.seconds
         self._cycles_without_choice = 0
-        probe = choice if self._has_probed else self._probe(choice, requests.rows, further, caps)
+        probe = choice if self._has_probed else self._probe(choice, others, requests.rows, further, caps)
         # Costs are corrected by comparison with the cycles beside a probe, so these must be others.
         self._has_probed = probe is not choice
         return probe
@@ -136,25 +138,36 @@ class LengthChooser:
         self._cycles_without_choice += 1
         self._cycles_without_trial += 1
 
-    def _decide(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+    def _decide(
+        self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray
+    ) -> list[Choice]:
+        """Return the best choice and, if nothing is copied, that of each other width of draft blocks."""
         n, modes = len(requests.rows), requests.modes
-        verify, draft = self.costs.verify(n, further), self.costs.draft(n)
+        verify, ragged_overhead = self.costs.verify(n, further), self.costs.ragged_overhead(n)
         is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
-        prefix_accept_prob = np.where(is_allowed, self.drafts.prefix_accept_probs(requests.rows, modes), 0.0)
-        copies = np.zeros(n, dtype=bool)
+        copied = np.zeros(is_allowed.shape)
         if matches.any():
             copied = np.where(is_allowed, self.copies.prefix_accept_probs(modes, matches), 0.0)
+        worth, choices = copied.sum(axis=1), []
+        for width in range(-1, -1 - len(self.costs.draft_slots), -1):
+            draft = self.costs.draft(n, width)
+            drafted = self.drafts.prefix_accept_probs(requests.rows, modes, is_narrow=width < -1)
+            drafted = np.where(is_allowed, drafted, 0.0)
             # What the draft of a request costs, in tokens of a cycle at this price.
             price = draft[-1] / verify[0] if self._skips_draft else 0.0
-            worth, drafted = copied.sum(axis=1), prefix_accept_prob.sum(axis=1)
-            copies = (worth > 0) & (worth >= drafted - price)
-            prefix_accept_prob = np.where(copies[:, None], copied, prefix_accept_prob)
-        is_free = copies & self._skips_draft
-        ragged_overhead = self.costs.ragged_overhead(n)
-        lengths, tokens, seconds = choose_lengths(
-            prefix_accept_prob, is_free=is_free, verify=verify, draft=draft, ragged_overhead=ragged_overhead
-        )
-        return Choice(lengths, copies & (lengths > 0), tokens, seconds)
+            copies = (worth > 0) & (worth >= drafted.sum(axis=1) - price)
+            lengths, tokens, seconds = choose_lengths(
+                np.where(copies[:, None], copied, drafted),
+                is_free=copies & self._skips_draft,
+                verify=verify,
+                draft=draft,
+                ragged_overhead=ragged_overhead,
+            )
+            copies &= lengths > 0
+            choices.append(Choice(lengths, copies, tokens, seconds, draft_width=width))
+            if copies.any():  # a copy fills a whole block, and so does the draft beside it
+                return choices[:1]
+        return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
 
     def work(self, choice: Choice, further: int = 0) -> Work:
         """Return what a cycle of this choice does, with so many further committed tokens."""
@@ -168,14 +181,17 @@ class LengthChooser:
             drafted_for=int(is_drafted.sum()),
             is_ragged=is_ragged,
             further=further,
+            draft_width=choice.draft_width,
         )
 
-    def _probe(self, choice: Choice, rows: np.ndarray, further: int, most: np.ndarray) -> Choice:
+    def _probe(
+        self, choice: Choice, others: list[Choice], rows: np.ndarray, further: int, most: np.ndarray
+    ) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
 
-        The narrowest cycle takes turns with a whole block of one more request, as far as `probe_share` of the
-        time pays. While the costs of one are not known, that one is tried, more seldom with more requests.
-        Requests verify at most `most` drafted tokens. [n]
+        A whole block of one more request, the cycle with the fewest rows and the `others` take turns, as far
+        as `probe_share` of the time pays. While the costs of one are not known, that one is tried, more
+        seldom with more requests. Requests verify at most `most` drafted tokens. [n]
         """
         n = len(rows)
         is_short = (choice.lengths < most) & ~choice.copies
@@ -183,21 +199,18 @@ class LengthChooser:
         widest = np.where(is_short, most, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        kinds = [choice._replace(lengths=lengths, num_cycles=1) for lengths in (narrowest, wider)]
+        whole = choice._replace(num_cycles=1, draft_width=-1)
+        kinds = [whole._replace(lengths=wider), whole._replace(lengths=narrowest, tokens=n), *others]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
-        is_turn = bool(self.num_probes % 2) or not is_short.any()
         is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)
-        if is_new:
-            probe = kinds[int(np.argmin(tries))]
-        elif is_turn and (choice.lengths > narrowest).any():
-            probe = kinds[0]
-        else:
-            probe = kinds[1]
-        if not self._probe_share or (probe.lengths == choice.lengths).all():
+        turn = int(np.argmin(tries)) if is_new else self.num_probes % len(kinds)
+        in_turn = kinds[turn : turn + 1] if is_new else kinds[turn:] + kinds[:turn]
+        unlike = [kind for kind in in_turn if self._differ(kind, choice)]
+        if not self._probe_share or not unlike:
             return choice
+        probe = unlike[0]
         seconds = self.costs.expected(self.work(probe, further))
-        tokens = n if probe is kinds[0] else choice.tokens  # at least
-        price = 0.0 if is_new else max(seconds - choice.seconds * tokens / choice.tokens, 0.0)
+        price = 0.0 if is_new else max(seconds - choice.seconds * probe.tokens / choice.tokens, 0.0)
         self._credit = min(self._credit, max(price, 3 * choice.seconds))
         if self._credit < price:
             return choice
@@ -207,3 +220,9 @@ class LengthChooser:
         if probe.lengths is wider:
             self._turn = int(rows[(wider > choice.lengths).argmax()]) + 1
         return probe._replace(seconds=seconds)
+
+    def _differ(self, one: Choice, other: Choice) -> bool:
+        """Return whether two choices verify different rows, or draft in blocks of different widths."""
+        if (one.lengths != other.lengths).any():
+            return True
+        return one.draft_width != other.draft_width and self.work(one).drafted_for > 0
