@@ -99,7 +99,7 @@ class ChatRows:
         kept = path.with_suffix(".argmax.pt")
         if not kept.exists():
             last = states[:, -self.embedding.shape[1] :]
-            best = torch.cat([(piece @ self.embedding.T).argmax(-1) for piece in last.split(1024)])
+            best = torch.cat([(piece @ self.embedding.T).max(-1).indices for piece in last.split(1024)])
             partial = path.with_suffix(f".{os.getpid()}.partial")
             torch.save(best.to(torch.int32), partial)
             partial.rename(kept)

@@ -281,6 +281,15 @@ def choose_block_size(args: Any, draft: DFlashDraftConfig) -> int:
     block_size = next(iter(given.values()), draft.speculative_tokens + 1)
     if block_size < 1:
         raise ValueError(f"DFLASH's block size must be positive, got {block_size}.")
+    trained = draft.block_size + draft.sample_from_anchor  # the anchor's row may draft too
+    if block_size > trained:
+        logger.warning(
+            "DFLASH drafts blocks of %d, and the draft was trained with %d: it may accept less. `python -m "
+            "sglang_dflash.doctor --model-path TARGET --draft DRAFT --num-draft-tokens %d` measures both.",
+            block_size,
+            trained,
+            block_size,
+        )
     return block_size
 
 
