@@ -25,7 +25,7 @@ from sglang_dflash.srt.speculative.acceptance.target_sampling import (
 )
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner
-from sglang_dflash.srt.speculative.width.measure import feasible_context, make_batch
+from sglang_dflash.srt.speculative.width.timers import feasible_context, make_batch
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 def _give_costs(module, verify, draft) -> None:
     """Give adaptive width the costs of its cycles instead of measuring them.
 
-    verify: seconds of [loads, 1] requests that verify [slots] each. draft: of a draft for [loads, 1] requests.
-    A row of a draft block less saves a twentieth of that.
+    verify: seconds of [loads, 1] requests that verify [slots] each. draft: of a draft for [loads, 1]
+    requests. A row of a draft block less saves a twentieth of that.
     """
     assert hasattr(module, "_measure")
 

@@ -26,13 +26,10 @@ from sglang_dflash.srt.speculative.width import policy
 from sglang_dflash.srt.speculative.width.break_even import AdaptiveFromBreakEven
 from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, WholeBlocks
 from sglang_dflash.srt.speculative.width.estimates import MODES, CostTable, CycleClock
-from sglang_dflash.srt.speculative.width.measure import (
-    make_planner,
-    seconds_overlapped,
-    settings_of_adaptive_lengths,
-)
+from sglang_dflash.srt.speculative.width.measure import make_planner, settings_of_adaptive_lengths
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.timers import seconds_overlapped
 
 WIDTHS = (1, 2, 4, 8)
 
