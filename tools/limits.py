@@ -323,11 +323,11 @@ def fallback_rules() -> str:
     )
 
 
-def plain_cycle() -> str:
-    """List what the plain cycle switches off."""
-    parts = [*options._OFF_IN_PLAIN_CYCLE, *options._EXTRA, "ReplaySSM"]
+def basic_mode() -> str:
+    """List what basic mode switches off."""
+    parts = [*options._OFF_IN_BASIC_MODE, *options._EXTRA, "ReplaySSM"]
     return (
-        f"`{DFlashOptions.PLAIN_CYCLE.variable}=1` switches these off, on a CPU too, whatever the flags say: "
+        f"`{DFlashOptions.BASIC_MODE.variable}=1` switches these off, on a CPU too, whatever the flags say: "
         f"{', '.join(parts)}. Set it first if something goes wrong: if the fault stays, none of them is its "
         "cause. One line of the log lists them."
     )
@@ -339,7 +339,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "The fallback": fallback_rules,
     "Flags without an effect": ignored_flags,
     "Adaptive width verifies whole blocks": whole_blocks,
-    "The plain cycle": plain_cycle,
+    "Basic mode": basic_mode,
     "Fields of a draft": draft_fields,
     "Attention backends on CUDA": attention,
     "Targets": targets,

@@ -23,7 +23,7 @@ class Option(Generic[T]):
         default: Value if the variable is empty or not set.
         parse: Reads the variable's text. It raises ValueError or KeyError if the text is not as `wanted`.
         wanted: What the text must be, for the error message.
-        is_extra: Whether the option has its default in a plain cycle (`PLAIN_CYCLE`).
+        is_extra: Whether the option has its default in basic mode (`BASIC_MODE`).
     """
 
     variable: str
@@ -34,7 +34,7 @@ class Option(Generic[T]):
 
     def get(self) -> T:
         """Return the value in force. Raises ValueError naming the variable if it cannot be used."""
-        return self.default if self.is_extra and DFlashOptions.PLAIN_CYCLE.get() else self.requested()
+        return self.default if self.is_extra and DFlashOptions.BASIC_MODE.get() else self.requested()
 
     def requested(self) -> T:
         """Return the value of the variable. Raises ValueError naming it if it cannot be used."""
@@ -62,7 +62,7 @@ class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 
     # Whole blocks, no cycles at start-up, and no option that is extra.
-    PLAIN_CYCLE = _switch("SGLANG_DFLASH_PLAIN_CYCLE")
+    BASIC_MODE = _switch("SGLANG_DFLASH_BASIC")
     # --speculative-copy-ahead: propose what followed a request's last tokens earlier in its own text.
     COPY_AHEAD = _switch("SGLANG_DFLASH_COPY_AHEAD", is_extra=True)
     # --speculative-dflash-strict: refuse what only SGLang's built-in DFLASH serves, rather than hand it over.

@@ -168,9 +168,9 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, tmp_path):
         assert played.waits() == []
 
 
-def test_a_plain_cycle(expected, reference):
+def test_basic_mode(expected, reference):
     """SGLang's own plans, which wait for exact lengths, although bounds are on. So is the FP8 head."""
-    plain = {"SGLANG_DFLASH_PLAIN_CYCLE": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
+    plain = {"SGLANG_DFLASH_BASIC": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
     requests = greedy_requests()
     wanted = expected.answers(DRAFT, requests)
     with rehearse(BOUNDS, DRAFT, NO_CACHE, environment=plain) as played:

@@ -1,4 +1,4 @@
-"""The plugin's flags, adaptive width, and the plain cycle.
+"""The plugin's flags, adaptive width, and basic mode.
 
 The flags stand on SGLang's command line and in its `--config` files. A flag writes SGLang's field if there is
 one, else an option of `DFlashOptions`.
@@ -15,8 +15,8 @@ from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, Adaptive
 
 logger = logging.getLogger(__name__)
 
-# What a plain cycle switches off always, and the options that it switches off.
-_OFF_IN_PLAIN_CYCLE = ("adaptive verify lengths", "cycles at start-up")
+# What basic mode switches off always, and the options that it switches off.
+_OFF_IN_BASIC_MODE = ("adaptive verify lengths", "cycles at start-up")
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS,
@@ -163,7 +163,7 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
         raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
     is_requested = is_requested or config is not None
     settings = AdaptiveSettings.read(config)
-    if DFlashOptions.PLAIN_CYCLE.get() or (DFlashOptions.NO_ADAPTIVE.get() and not is_requested):
+    if DFlashOptions.BASIC_MODE.get() or (DFlashOptions.NO_ADAPTIVE.get() and not is_requested):
         return
     reason = _reason_against_adaptive(args, is_recurrent)
     if reason is not None and is_requested:
@@ -225,12 +225,12 @@ def check_simulated_lens(block_size: int) -> None:
         )
 
 
-def resolve_plain_cycle(args: Any) -> dict[str, Any]:
-    """Log what the plain cycle switches off, and return the fields of SGLang that it changes.
+def resolve_basic_mode(args: Any) -> dict[str, Any]:
+    """Log what basic mode switches off, and return the fields of SGLang that it changes.
 
     The extra options have their defaults with it (`Option.is_extra`). Call it when they are final.
     """
-    if not DFlashOptions.PLAIN_CYCLE.get():
+    if not DFlashOptions.BASIC_MODE.get():
         return {}
     off = [part for part, option in _EXTRA.items() if option.requested() != option.default]
     replays_states = args.enable_linear_replayssm_spec
@@ -238,7 +238,7 @@ def resolve_plain_cycle(args: Any) -> dict[str, Any]:
         off.append("ReplaySSM (--enable-linear-replayssm-spec)")
     logger.warning(
         "DFLASH verifies whole blocks (%s=1). Off: %s.",
-        DFlashOptions.PLAIN_CYCLE.variable,
-        ", ".join((*_OFF_IN_PLAIN_CYCLE, *off)),
+        DFlashOptions.BASIC_MODE.variable,
+        ", ".join((*_OFF_IN_BASIC_MODE, *off)),
     )
     return {"enable_linear_replayssm_spec": False} if replays_states else {}

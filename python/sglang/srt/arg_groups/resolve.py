@@ -14,7 +14,7 @@ from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find
 from sglang_dflash.srt.arg_groups.options import (
     check_simulated_lens,
     resolve_adaptive,
-    resolve_plain_cycle,
+    resolve_basic_mode,
     simulates_one_length,
 )
 from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
@@ -147,7 +147,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     inherited = args.speculative_draft_model_quantization
     if inherited is not None and not args._speculative_draft_quantization_explicitly_set:
         logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", inherited)
-    adjusted |= resolve_plain_cycle(args)
+    adjusted |= resolve_basic_mode(args)
     declare_resolution(
         server_args,
         source=SOURCE,

@@ -48,7 +48,7 @@ def runs_cycles_alone(layout: Any) -> bool:
 
 
 def warm_up(worker: Any, planner: LengthPlanner) -> None:
-    """Run start-up's cycles, and warn if they fail. A plain cycle does without them.
+    """Run start-up's cycles, and warn if they fail. Basic mode does without them.
 
     The start still ends if serving could not go on: without memory, with a device that an error has left
     unusable, and with several ranks, where another one may wait in a collective.
@@ -57,7 +57,7 @@ def warm_up(worker: Any, planner: LengthPlanner) -> None:
         worker: the `DFlashWorker`, before it serves.
         planner: plans its cycles.
     """
-    if DFlashOptions.PLAIN_CYCLE.get():
+    if DFlashOptions.BASIC_MODE.get():
         return
     synchronize = torch.get_device_module(worker.device).synchronize
     penalties, observers = worker.penalties, worker.observers

@@ -39,7 +39,7 @@ def known_costs(module) -> None:
 
 
 def cheap_rows(module) -> None:
-    """Let a row cost a hundredth of a plain cycle, and a draft 0.3 of one."""
+    """Let a row cost a hundredth of an anchor-only cycle, and a draft 0.3 of one."""
     _give_costs(module, lambda n, slots: 1 + 0.01 * n * (slots - 1), lambda n: 0.3 + 0 * n)
 
 

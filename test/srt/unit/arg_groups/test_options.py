@@ -156,8 +156,8 @@ def test_one_default_turns_it_on_on_a_gpu(parser, monkeypatch):
     assert is_adaptive(on_a_gpu)
 
 
-def test_a_plain_cycle_verifies_whole_blocks_on_a_cpu_too(parser, monkeypatch):
-    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+def test_basic_mode_verifies_whole_blocks_on_a_cpu_too(parser, monkeypatch):
+    monkeypatch.setenv(DFlashOptions.BASIC_MODE.variable, "1")
     assert not is_adaptive() and not is_adaptive(is_requested=True)
 
 

@@ -144,11 +144,11 @@ EXTRA = {
 }
 
 
-def test_a_plain_cycle_leaves_out_what_is_extra(monkeypatch, caplog):
+def test_basic_mode_leaves_out_what_is_extra(monkeypatch, caplog):
     """One option for all of it. One line lists what was asked for."""
-    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    monkeypatch.setenv(DFlashOptions.BASIC_MODE.variable, "1")
     resolve(record_of())
-    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
+    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_BASIC=1" in message]
     assert not [part for part in ("copies", "FP8", "bounds", "ReplaySSM") if part in said]
     caplog.clear()
     for option, (value, _) in EXTRA.items():
@@ -157,7 +157,7 @@ def test_a_plain_cycle_leaves_out_what_is_extra(monkeypatch, caplog):
     args = resolving_view(resolve(record_of(HYBRID_DRAFT, **hybrid)))
     assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
     assert not any(option.get() == value or option.get() is True for option, (value, _) in EXTRA.items())
-    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_PLAIN_CYCLE=1" in message]
+    [said] = [message for message in caplog.messages if "SGLANG_DFLASH_BASIC=1" in message]
     for part in ("adaptive", "ReplaySSM", *(part for _, part in EXTRA.values())):
         assert part in said
 

@@ -111,7 +111,9 @@ def test_bounds_follow_the_cycles_in_flight():
     second = launched(ring, 1)
     assert bounds_of(decode_batch([second] * 2, [0, 1], [50, 60])) is None, "two cycles are in flight"
     assert ring.land([3, 0]) is first
-    assert bounds_of(decode_batch([second] * 2, [0, 1], [54, 61])) == ([55, 62], [0, 0]), "a plain cycle"
+    assert bounds_of(decode_batch([second] * 2, [0, 1], [54, 61])) == ([55, 62], [0, 0]), (
+        "an anchor-only cycle"
+    )
     assert ring.land([0, 0]) is second
     assert bounds_of(decode_batch([second] * 2, [0, 1], [55, 62])) == ([55, 62], [0, 0]), "a pause"
     ended = decode_batch([second] * 2, [0, 1], [55, 0])
@@ -157,7 +159,7 @@ def test_other_backends_wait_for_exact_lengths(monkeypatch, caplog):
 
 
 def test_flashinfer_waits_for_exact_lengths_unless_bounds_are_on(monkeypatch):
-    """Its plans are then its own, in a plain cycle too."""
+    """Its plans are then its own, in basic mode too."""
     backend = object.__new__(backend_class())
     vars(backend).update(
         dispatch_reason=None,
@@ -168,5 +170,5 @@ def test_flashinfer_waits_for_exact_lengths_unless_bounds_are_on(monkeypatch):
     assert not plans_within_bounds([backend], "cuda") and not plans_blocks(backend)
     monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1")
     assert plans_within_bounds([backend], "cuda") and plans_blocks(backend)
-    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    monkeypatch.setenv(DFlashOptions.BASIC_MODE.variable, "1")
     assert not plans_within_bounds([backend], "cuda") and not plans_blocks(backend)

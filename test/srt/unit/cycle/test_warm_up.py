@@ -29,10 +29,10 @@ def is_as_before(worker: SimpleNamespace) -> bool:
     return worker.penalties == "served" and worker.observers == ["served"]
 
 
-def test_a_plain_cycle_does_without(worker, monkeypatch):
+def test_basic_mode_does_without(worker, monkeypatch):
     warm_up.warm_up(worker, None)
     assert worker.runs == 1 and is_as_before(worker)
-    monkeypatch.setenv(DFlashOptions.PLAIN_CYCLE.variable, "1")
+    monkeypatch.setenv(DFlashOptions.BASIC_MODE.variable, "1")
     warm_up.warm_up(worker, None)
     assert worker.runs == 1
 

@@ -118,7 +118,7 @@ def test_a_peak_of_the_measurement_is_noise():
 
 @pytest.mark.parametrize("pace", [1.0, 3.0])
 def test_served_cycles_correct_what_start_up_measured(pace):
-    """A plain cycle was measured far too cheap. The machine may be slower now, and some cycles stall."""
+    """An anchor-only cycle was measured far too cheap. The machine may be slower now, and some stall."""
     plain, whole = Work(8, 0, 0), Work(8, 8 * DEPTH, 8)
     right, wrong = table(), table(plain=0.3, tries=0)
     for number in range(80):

@@ -5,8 +5,8 @@ step until the last one has accepted, and the device idles while the host plans 
 
 The host has processed every cycle but the last when it prepares a step. That one adds between one token and
 as many as it verifies. So the host has bounds, and plans hold for every length within them
-(`layers/attention/flashinfer_plans.py`). Lengths are exact after a prefill, after a plain cycle and after a
-pause.
+(`layers/attention/flashinfer_plans.py`). Lengths are exact after a prefill, after an anchor-only cycle and
+after a pause.
 """
 
 import logging

@@ -108,7 +108,7 @@ class DFlashDrafter(Drafter):
         self._deferred_for = torch.empty(0, dtype=torch.int64)
         # With disaggregation another server's KV may arrive in a slot at any time, and a hierarchical cache
         # copies slots to the host as soon as the target's KV is in them.
-        self.defers_plain_cycles = (
+        self.defers_anchor_only_cycles = (
             get_disagg().disaggregation_mode == "null" and not get_memory().enable_hierarchical_cache
         )
         self._model.stack_kv_weights()
@@ -173,7 +173,7 @@ class DFlashDrafter(Drafter):
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
-        if may_wait and self.defers_plain_cycles:
+        if may_wait and self.defers_anchor_only_cycles:
             self._defer(cycle, rows, accepted)
             return
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
