@@ -106,10 +106,10 @@ def _prepare_block(size: Size) -> Pairs:
     yield *_both(block, "prepare_block", inputs.random_blocks, 1, BS, size.block, size.device), 0
 
 
-def _pack_blocks(size: Size) -> Pairs:
+def _block_offsets(size: Size) -> Pairs:
     for is_ragged in (False, True):
         arguments = 1, BS, size.block, size.device, is_ragged
-        yield *_both(block, "pack_blocks", inputs.random_packing, *arguments), 0
+        yield *_both(block, "block_offsets", inputs.random_lengths, *arguments), 0
 
 
 def _block_conv(size: Size) -> Pairs:
@@ -235,7 +235,7 @@ def _fp8_head(size: Size) -> Pairs:
 TWINS: dict[str, Callable[[Size], Pairs]] = {
     "accept.accept_blocks": _accept_blocks,
     "block.prepare_block": _prepare_block,
-    "block.pack_blocks": _pack_blocks,
+    "block.block_offsets": _block_offsets,
     "block_conv.block_conv": _block_conv,
     "context_kv.write_context_kv": _write_context_kv,
     "copy_ahead.find_match": _find_match,

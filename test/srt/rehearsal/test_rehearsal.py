@@ -115,7 +115,7 @@ def test_a_read_of_rows_that_may_have_another_owner_is_noticed(flashinfer, plant
 
 def test_a_kernel_that_is_compiled_in_a_step_is_noticed(flashinfer, plant):
     plant("new kernel")
-    assert any("pack_blocks_kernel is compiled in a step" in problem for problem in flashinfer.problems())
+    assert any("block_offsets_kernel is compiled in a step" in problem for problem in flashinfer.problems())
 
 
 def test_peagle_on_fa3(expected):

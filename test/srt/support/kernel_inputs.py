@@ -24,8 +24,8 @@ def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
     return *(x.to(device) for x in (bonus, seq_lens, rows, table)), 151_669, block_size
 
 
-def random_packing(seed: int, bs: int, block_size: int, device: str, is_ragged: bool) -> tuple:
-    """Return arguments of pack_blocks, with int64 lengths and offsets that nothing has written."""
+def random_lengths(seed: int, bs: int, block_size: int, device: str, is_ragged: bool) -> tuple:
+    """Return arguments of block_offsets, with int64 lengths and offsets that nothing has written."""
     lengths = torch.randint(2**20, (bs,), generator=torch.Generator().manual_seed(seed)).to(device)
     out = torch.full_like(lengths, -1), *torch.full((2, bs + 1), -1, dtype=torch.int32, device=device)
     counts = torch.arange(bs, dtype=torch.int32, device=device) % (block_size + 1) if is_ragged else None

@@ -24,10 +24,10 @@ def launch_prepare_block(bs=4, width=16):
     block.prepare_block.__wrapped__(ints, ints, ints, table, 151_669, width)
 
 
-def launch_pack_blocks(is_ragged: bool = False, bs=48, width=16):
+def launch_block_offsets(is_ragged: bool = False, bs=48, width=16):
     lengths, offsets = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs + 1, dtype=torch.int32)
     counts = lengths.int() if is_ragged else None
-    block.pack_blocks.__wrapped__(lengths, width, (lengths, offsets, offsets), counts)
+    block.block_offsets.__wrapped__(lengths, width, (lengths, offsets, offsets), counts)
 
 
 def launch_prepare_window(bs=4, width=16):
@@ -158,8 +158,8 @@ REJECTION = {
 }
 CASES = {
     "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),
-    "pack_blocks": (block, "pack_blocks_kernel", launch_pack_blocks, ()),
-    "pack_blocks, own lengths": (block, "pack_blocks_kernel", launch_pack_blocks, (True,)),
+    "block_offsets": (block, "block_offsets_kernel", launch_block_offsets, ()),
+    "block_offsets, own lengths": (block, "block_offsets_kernel", launch_block_offsets, (True,)),
     "prepare_window": (window, "prepare_window_kernel", launch_prepare_window, ()),
     "penalize_block": (penalties, "penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
     "penalize_block, bfloat16, stops": (

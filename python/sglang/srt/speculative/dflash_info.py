@@ -21,7 +21,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
-from sglang_dflash.kernels.ops.speculative.block import pack_blocks
+from sglang_dflash.kernels.ops.speculative.block import block_offsets
 
 if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -221,7 +221,7 @@ class DFlashVerifyInput(SpecInput):
         counts, num_rows = None, bs * width
         if layout := self.ragged_verify_layout or self.hidden_layout:
             counts, num_rows = layout.verify_lens[:bs], layout.graph_num_tokens
-        lengths, kv_indptr, qo_indptr = pack_blocks(paged_kernel_lens, width, counts=counts)
+        lengths, kv_indptr, qo_indptr = block_offsets(paged_kernel_lens, width, counts=counts)
         if kv_indices_buf is None:
             kv_indices_buf = torch.empty(paged_kernel_lens_sum + num_rows, dtype=torch.int32, device=device)
         translator.pack_read_stream(

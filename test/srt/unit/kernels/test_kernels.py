@@ -57,13 +57,13 @@ def test_prepared_blocks():
     st.sampled_from([torch.int32, torch.int64]),
     st.booleans(),
 )
-def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype, is_ragged):
+def test_block_offsets_equal_their_twin(seq_lens, block_size, dtype, is_ragged):
     seq_lens = torch.tensor(seq_lens, dtype=dtype, device=DEVICE)
     counts = None
     if is_ragged:
         counts = torch.arange(len(seq_lens), dtype=torch.int32, device=DEVICE) % (block_size + 1)
     outputs = []
-    for run in (block.pack_blocks.__wrapped__, block.pack_blocks_torch):
+    for run in (block.block_offsets.__wrapped__, block.block_offsets_torch):
         offsets = [torch.full((len(seq_lens) + 1,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
         outputs.append((torch.full_like(seq_lens, -1), *offsets))
         run(seq_lens, block_size, outputs[-1], counts)
@@ -71,10 +71,12 @@ def test_pack_blocks_equals_its_twin(seq_lens, block_size, dtype, is_ragged):
         assert torch.equal(got, want)
 
 
-def test_packed_blocks():
-    whole = block.pack_blocks(torch.tensor([5, 0, 7]), 4)
+def test_offsets_of_whole_and_ragged_blocks():
+    whole = block.block_offsets(torch.tensor([5, 0, 7]), 4)
     assert [x.tolist() for x in whole] == [[9, 4, 11], [0, 9, 13, 24], [0, 4, 8, 12]]
-    ragged = block.pack_blocks(torch.tensor([5, 0, 7]), 4, counts=torch.tensor([4, 0, 1], dtype=torch.int32))
+    ragged = block.block_offsets(
+        torch.tensor([5, 0, 7]), 4, counts=torch.tensor([4, 0, 1], dtype=torch.int32)
+    )
     assert [x.tolist() for x in ragged] == [[9, 0, 8], [0, 9, 9, 17], [0, 4, 4, 5]]
 
 

@@ -36,7 +36,7 @@ def fail(*_):
 plain = window.prepare_window_torch
 window.prepare_window_torch = lambda *arguments: plain(*arguments) + 1
 block.prepare_block.__wrapped__ = fail
-names = "block.prepare_block", "window.prepare_window", "block.pack_blocks"
+names = "block.prepare_block", "window.prepare_window", "block.block_offsets"
 twins.TWINS = {name: twins.TWINS[name] for name in names}
 """
 

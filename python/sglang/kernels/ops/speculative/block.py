@@ -1,4 +1,4 @@
-"""Inputs of a draft block, and the offsets of blocks for a packed attention kernel."""
+"""Inputs of a draft block, and the offsets of blocks for attention over ragged rows."""
 
 import torch
 import triton
@@ -110,17 +110,17 @@ def prepare_block_kernel(
     tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)
 
 
-Packing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+BlockOffsets = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _packing(seq_lens: torch.Tensor) -> Packing:
+def _empty_offsets(seq_lens: torch.Tensor) -> BlockOffsets:
     keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
     return torch.empty_like(seq_lens), keys, queries
 
 
-def pack_blocks_torch(seq_lens, block_size, out=None, counts=None):
-    """`pack_blocks` in PyTorch, on any device."""
-    lengths, keys, queries = out = out or _packing(seq_lens)
+def block_offsets_torch(seq_lens, block_size, out=None, counts=None):
+    """`block_offsets` in PyTorch, on any device."""
+    lengths, keys, queries = out = out or _empty_offsets(seq_lens)
     if counts is None:
         counts = torch.full_like(seq_lens, block_size)
     torch.add(seq_lens, counts, out=lengths)
@@ -130,14 +130,14 @@ def pack_blocks_torch(seq_lens, block_size, out=None, counts=None):
     return out
 
 
-@with_twin(pack_blocks_torch)
-def pack_blocks(
+@with_twin(block_offsets_torch)
+def block_offsets(
     seq_lens: torch.Tensor,
     block_size: int,
-    out: Packing | None = None,
+    out: BlockOffsets | None = None,
     counts: torch.Tensor | None = None,
-) -> Packing:
-    """Compute where keys and queries of packed blocks begin and end, for FlashInfer.
+) -> BlockOffsets:
+    """Compute where the keys and queries of each block begin and end, for FlashInfer.
 
     One launch on CUDA, without host synchronisation.
 
@@ -150,11 +150,11 @@ def pack_blocks(
     Returns:
         Lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1] int32.
     """
-    lengths, keys, queries = out = out or _packing(seq_lens)
+    lengths, keys, queries = out = out or _empty_offsets(seq_lens)
     assert all(t.is_contiguous() for t in (seq_lens, *out))
     assert counts is None or counts.is_contiguous()
     bs = seq_lens.numel()
-    pack_blocks_kernel[(1,)](
+    block_offsets_kernel[(1,)](
         seq_lens=seq_lens,
         counts=counts,
         lengths=lengths,
@@ -168,7 +168,7 @@ def pack_blocks(
 
 
 @triton.jit(do_not_specialize=["bs", "block_size"])
-def pack_blocks_kernel(
+def block_offsets_kernel(
     seq_lens,
     counts,
     lengths,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.block import pack_blocks
+from sglang_dflash.kernels.ops.speculative.block import block_offsets
 
 
 class BlockKeys:
@@ -66,7 +66,7 @@ class BlockKeys:
             return
         self._written = plan
         layout = forward_batch.spec_info.ragged_verify_layout
-        pack_blocks(
+        block_offsets(
             forward_batch.seq_lens[: self._bs],
             self._num_queries,
             (self._lengths, self.offsets, self._queries),
