@@ -164,13 +164,13 @@ def cpu_attention(runner: Any) -> Any:
         AttnForwardMethod,
     )
 
-    from sglang_dflash.srt.hardware_backend.cpu import attention, dense_forward, packing
+    from sglang_dflash.srt.hardware_backend.cpu import attention, dense_forward, reordering
     from sglang_dflash.srt.plugins import patch, patches
 
     if not attention.is_needed(runner):
         return attention.TorchNativeAttnBackend(runner)
     patch.install(patches.AT_CPU_ATTENTION)
-    packing.pack(runner.model)
+    reordering.reorder(runner.model)
     dense_forward.install(runner.model)
     # Without a method for this name SGLang takes Triton's, which reads latents as keys.
     AttentionBackendRegistry.register("torch_native", lambda layer, forward_batch: AttnForwardMethod.MLA)

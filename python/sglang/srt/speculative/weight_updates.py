@@ -29,7 +29,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
     expected_tensors,
 )
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.hardware_backend.cpu.packing import unpacked
+from sglang_dflash.srt.hardware_backend.cpu.reordering import hold_plain_weights
 from sglang_dflash.srt.models.loading import check_checkpoint
 from sglang_dflash.srt.models.quantized_linear import model_layer
 
@@ -243,7 +243,7 @@ class RoutedUpdater:
         self._problem, self._has_written = "", False
         self._selector, self._draft.takes_parts = selector or self.selector, not is_whole
         try:
-            with unpacked(self._model):
+            with hold_plain_weights(self._model):
                 is_done, message = update()
             problem = "" if is_done else message
         except Exception as error:  # a broken checkpoint can raise anything

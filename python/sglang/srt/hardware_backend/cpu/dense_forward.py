@@ -1,8 +1,8 @@
 """The forward of dense models on a CPU, in few operators and little Python.
 
 SGLang's layers serve every device and every kind of parallelism. On a CPU the Python between their operators
-takes as long as the products. `install` gives a model of packed layers a forward that has none of that, and
-looks up positions once.
+takes as long as the products. `install` gives a model of reordered layers a forward that has none of that,
+and looks up positions once.
 
 It computes what SGLang's layers compute, with fewer roundings: the sum of all layers stays in float32.
 """
@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.functional import layer_norm, silu
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import full_attention
-from sglang_dflash.srt.hardware_backend.cpu.packed_weight import is_packed
+from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import is_reordered
 
 # What a norm's input is multiplied with; see `Norm`.
 _SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float32)
@@ -77,7 +77,7 @@ def _is_dense(layer: Any, model: Any) -> bool:
     products = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
     norms = layer.input_layernorm, layer.post_attention_layernorm, *_qk_norms(attention)
     return (
-        all(is_packed(product) for product in products)
+        all(is_reordered(product) for product in products)
         and all(_is_plain_norm(norm) for norm in norms)
         and type(mlp.act_fn) is SiluAndMul
         and attention.rotary_emb is model.layers[0].self_attn.rotary_emb
@@ -171,7 +171,7 @@ class DenseLayer:
 
 
 def _product(module: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the product of a packed layer, without SGLang's module around it."""
+    """Return the product of a reordered layer, without SGLang's module around it."""
     return functools.partial(module.quant_method.apply, module, bias=module.bias)
 
 
@@ -183,16 +183,16 @@ class DenseForward:
         self.layers = [DenseLayer(layer) for layer in model.layers]
         self._last_norm = Norm(model.norm)
         self._rotary = model.layers[0].self_attn.rotary_emb
-        self._packed: Any = None
+        self._reordered: Any = None
         self.read_norms()
 
     def read_norms(self) -> None:
-        """Read the norms' weights again after an update, which packs all layers again."""
-        packed = self._model.layers[0].self_attn.qkv_proj.quant_method.weight
-        if self._packed is not packed:
+        """Read the norms' weights again after an update, which reorders all layers again."""
+        reordered = self._model.layers[0].self_attn.qkv_proj.quant_method.weight
+        if self._reordered is not reordered:
             for norm in (self._last_norm, *(norm for layer in self.layers for norm in layer.norms)):
                 norm.read_weight()
-            self._packed = packed
+            self._reordered = reordered
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Packed weights: products, memory, the tied head, weight updates, and what stays plain."""
+"""Reordered weights: products, memory, the tied head, weight updates, and what stays plain."""
 
 from types import SimpleNamespace
 
@@ -14,9 +14,9 @@ from support.engine import start
 from support.weight_updates import Pair, tensors_of
 from torch import nn
 
-from sglang_dflash.srt.hardware_backend.cpu import dense_forward, packing, speedups
-from sglang_dflash.srt.hardware_backend.cpu.packed_weight import is_packed, plain_weight
-from sglang_dflash.srt.hardware_backend.cpu.packing import pack
+from sglang_dflash.srt.hardware_backend.cpu import dense_forward, reordering, speedups
+from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import is_reordered, plain_weight
+from sglang_dflash.srt.hardware_backend.cpu.reordering import reorder
 
 pytestmark = pytest.mark.skipif(
     not speedups.multiplies_bfloat16(), reason="this CPU does not multiply bfloat16"
@@ -41,8 +41,8 @@ def test_the_product_is_pytorchs(kind, bias, rows):
     layer = linear(kind, bias=bias)
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(1)).bfloat16()[:, ::2]
     exact = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
-    pack(layer)
-    assert is_packed(layer)
+    reorder(layer)
+    assert is_reordered(layer)
     found = layer(x)[0]
     assert found.dtype == torch.bfloat16
     # Half a unit in the last place, and the order of float32 additions.
@@ -53,7 +53,7 @@ def test_the_plain_copy_goes_where_only_products_read_it():
     for kind, is_kept in ((QKVParallelLinear, False), (ReplicatedLinear, True)):
         layer = linear(kind)
         weight, loader = layer.weight.data.clone(), layer.weight.weight_loader
-        pack(layer)
+        reorder(layer)
         assert (layer.weight.shape, layer.weight.dtype) == (weight.shape, weight.dtype)
         assert layer.weight.weight_loader == loader
         assert torch.equal(plain_weight(layer), weight)
@@ -69,8 +69,8 @@ def test_what_stays_plain(monkeypatch):
         pass
 
     def is_left(layer) -> bool:
-        pack(layer)
-        return not is_packed(layer)
+        reorder(layer)
+        return not is_reordered(layer)
 
     assert all(is_left(linear(QKVParallelLinear, dtype)) for dtype in (torch.float32, torch.float16))
     quantized, convolution, view = (linear(QKVParallelLinear) for _ in range(3))
@@ -79,9 +79,9 @@ def test_what_stays_plain(monkeypatch):
     view.weight.data = torch.cat((view.weight.data, view.weight.data))[:96]
     assert all(map(is_left, (quantized, convolution, view)))
     with monkeypatch.context() as context:
-        context.setattr(packing, "get_lora", lambda: SimpleNamespace(enable_lora=True))
+        context.setattr(reordering, "get_lora", lambda: SimpleNamespace(enable_lora=True))
         assert is_left(linear(QKVParallelLinear))
-    monkeypatch.setattr(packing, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(reordering, "multiplies_bfloat16", lambda: False)
     assert is_left(linear(QKVParallelLinear))
 
 
@@ -91,25 +91,25 @@ def halves(tensors):
 
 @pytest.fixture
 def pair():
-    """A packed target and draft in bfloat16 that take weight updates."""
+    """A reordered target and draft in bfloat16 that take weight updates."""
     start()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         made = Pair("DFlash")
         for model in (made.target, made.draft):
-            pack(model)
+            reorder(model)
         yield made
     finally:
         torch.set_default_dtype(before)
 
 
-def packed_layers(model):
-    return {name: layer for name, layer in model.named_modules() if is_packed(layer)}
+def reordered_layers(model):
+    return {name: layer for name, layer in model.named_modules() if is_reordered(layer)}
 
 
 def weights(model):
-    return {name: plain_weight(layer).clone() for name, layer in packed_layers(model).items()}
+    return {name: plain_weight(layer).clone() for name, layer in reordered_layers(model).items()}
 
 
 def same(found, expected) -> bool:
@@ -124,7 +124,7 @@ def test_a_tied_head_keeps_its_rows(pair):
     hidden = torch.randn(8, expected.shape[1]).bfloat16()
     exact = hidden.double() @ embedding.weight.double().t()
     assert pair.target.lm_head.weight is embedding.weight or pair.target.lm_head is embedding
-    assert is_packed(pair.target.lm_head)
+    assert is_reordered(pair.target.lm_head)
     assert torch.equal(embedding(ids), expected)
     for logits in (
         pair.target.logits_processor._compute_lm_head(hidden, pair.target.lm_head),
@@ -134,8 +134,8 @@ def test_a_tied_head_keeps_its_rows(pair):
 
 
 @pytest.mark.parametrize("way", ["tensors", "bucket", "distributed", "no session"])
-def test_updates_pack_again(way, pair):
-    """What changes is packed again, the head's weight too. SGLang 0.5.22 has no sessions for all ways."""
+def test_updates_reorder_again(way, pair):
+    """What changes is reordered again, the head's weight too. SGLang 0.5.22 has no sessions for all ways."""
     name = "model.layers.0.mlp.down_proj"
     old, tensors = weights(pair.target), halves(tensors_of(TARGET))
     names = (f"{name}.weight", "model.embed_tokens.weight")
@@ -169,7 +169,7 @@ def test_context_weights_follow_an_update_of_the_draft(pair):
     assert torch.equal(pair.draft.kv_weight[:rows], new[name])
 
 
-def test_the_dense_forward_wants_packed_layers_and_follows_their_norms(pair):
+def test_the_dense_forward_wants_reordered_layers_and_follows_their_norms(pair):
     """Another update writes into the norm's weight, as the loader does."""
     model = pair.target.model
     assert dense_forward.install(pair.target)
@@ -194,7 +194,7 @@ def test_hooked_layers_keep_sglangs_forward(option, pair):
     assert dense_forward.install(pair.target)
 
 
-def test_a_refused_update_leaves_the_packed_weights(pair):
+def test_a_refused_update_leaves_the_reordered_weights(pair):
     before = weights(pair.target), weights(pair.draft)
     broken = {"model.layers.0.mlp.down_proj.weight": torch.zeros(3, 3).bfloat16()}
     assert not pair.send(broken, "target")[0]
@@ -202,11 +202,11 @@ def test_a_refused_update_leaves_the_packed_weights(pair):
     assert same(weights(pair.draft), before[1])
 
 
-def test_sglangs_loader_unpacks_and_packs(pair):
+def test_sglangs_loader_restores_and_reorders(pair):
     """Between the two, products are with the plain weights."""
     device, before = torch.device("cpu"), weights(pair.target)
     DefaultModelLoader.restore_weights_before_loading(pair.target, device)
-    assert not packed_layers(pair.target)
+    assert not reordered_layers(pair.target)
     assert not any(parameter.isnan().any() for parameter in pair.target.parameters())
     layer = pair.target.model.layers[0].mlp.down_proj
     x = torch.randn(2, layer.weight.shape[1]).bfloat16()

@@ -1,12 +1,12 @@
 """Weights of a CPU server in oneDNN's own layout, where the CPU multiplies bfloat16.
 
-A product with a plain weight reorders it in every call. A packed weight is reordered once. Attention and MLP
-layers keep the packed copy alone: until it is unpacked, their parameter has its shape but no values, and a
-reader that does not know gets NaN. Other layers, whose weight models read directly, keep both copies. So does
-a head that is tied to the embedding, which looks up rows.
+A product with a plain weight reorders it in every call. Here it is reordered once, at load. Attention and MLP
+layers keep the reordered copy alone: until its order is restored, their parameter has its shape but no
+values, and a reader that does not know gets NaN. Other layers, whose weight models read directly, keep both
+copies. So does a head that is tied to the embedding, which looks up rows.
 
-SGLang unpacks and packs again around a weight update through `restore_weights_before_loading` and
-`process_weights_after_loading`, as it does for quantized weights.
+SGLang restores the order and reorders again around a weight update through `restore_weights_before_loading`
+and `process_weights_after_loading`, as it does for quantized weights.
 """
 
 from collections import Counter
@@ -26,23 +26,23 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from sglang.srt.runtime_context import get_lora
 from torch import nn
 
-from sglang_dflash.srt.hardware_backend.cpu.packed_weight import PackedWeight, is_packed
+from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import ReorderedWeight, is_reordered
 from sglang_dflash.srt.hardware_backend.cpu.speedups import multiplies_bfloat16
 
 # Models read the weights of replicated layers directly, a router's for example.
-_PACKED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+_REORDERED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
 
 
-class PackedLinearMethod(PackedWeight, UnquantizedLinearMethod):
-    """SGLang's method of plain layers, with a packed weight."""
+class ReorderedLinearMethod(ReorderedWeight, UnquantizedLinearMethod):
+    """SGLang's method of plain layers, with a reordered weight."""
 
 
-class PackedHeadMethod(PackedWeight, UnquantizedEmbeddingMethod):
-    """SGLang's method of plain heads and embeddings, with a packed weight for logits."""
+class ReorderedHeadMethod(ReorderedWeight, UnquantizedEmbeddingMethod):
+    """SGLang's method of plain heads and embeddings, with a reordered weight for logits."""
 
 
-def pack(model: nn.Module) -> None:
-    """Pack the plain bfloat16 weights of a loaded model's layers and head.
+def reorder(model: nn.Module) -> None:
+    """Reorder the plain bfloat16 weights of a loaded model's layers and head.
 
     A server with LoRA adapters keeps all weights plain, and so does a CPU that cannot multiply bfloat16.
     """
@@ -55,7 +55,7 @@ def pack(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         method = _method(module, is_head=id(module) in heads)
-        if method is None or not _is_packable(module.weight):
+        if method is None or not _is_reorderable(module.weight):
             continue
         is_read = readers[_storage(module.weight)] > 1 or type(module) is ReplicatedLinear
         module.quant_method = method(keeps_plain=is_read)
@@ -65,12 +65,12 @@ def pack(model: nn.Module) -> None:
 def _method(module: Any, is_head: bool) -> Any:
     """Return the class of a plain layer's method; None for other modules."""
     kind = type(getattr(module, "quant_method", None))
-    if kind is UnquantizedLinearMethod and type(module) in _PACKED:
-        return PackedLinearMethod
-    return PackedHeadMethod if kind is UnquantizedEmbeddingMethod and is_head else None
+    if kind is UnquantizedLinearMethod and type(module) in _REORDERED:
+        return ReorderedLinearMethod
+    return ReorderedHeadMethod if kind is UnquantizedEmbeddingMethod and is_head else None
 
 
-def _is_packable(weight: torch.Tensor) -> bool:
+def _is_reorderable(weight: torch.Tensor) -> bool:
     """Tell whether a weight is a bfloat16 matrix, and not a view of another tensor."""
     is_matrix = weight.dtype == torch.bfloat16 and weight.dim() == 2
     return is_matrix and weight.untyped_storage().nbytes() == weight.nbytes
@@ -87,9 +87,9 @@ def _computes_logits_otherwise(module: Any) -> bool:
 
 
 @contextmanager
-def unpacked(model: nn.Module) -> Iterator[None]:
+def hold_plain_weights(model: nn.Module) -> Iterator[None]:
     """Hold a model's weights plain, to be written. Weights that are plain before stay so."""
-    layers: list[Any] = [layer for layer in model.modules() if is_packed(layer)]
+    layers: list[Any] = [layer for layer in model.modules() if is_reordered(layer)]
     for layer in layers:
         layer.quant_method.restore_weights_before_loading(layer)
     try:

@@ -1,6 +1,6 @@
 """A weight in oneDNN's own layout, and readers that need not know of it.
 
-`packing.py` says which weights are packed, and when. Nothing here imports SGLang.
+`reordering.py` says which weights are reordered, and when. Nothing here imports SGLang.
 """
 
 from typing import Any
@@ -12,15 +12,15 @@ _ROWS = 8
 _PRODUCT = torch.ops.mkldnn._linear_pointwise.default
 
 
-class PackedWeight:
-    """Part of a method that multiplies with a packed weight. Each layer has its own method.
+class ReorderedWeight:
+    """Part of a method that multiplies with a reordered weight. Each layer has its own method.
 
     The layer's parameter keeps its values if `keeps_plain`.
     """
 
     def __init__(self, keeps_plain: bool):
         self._keeps_plain = keeps_plain
-        self.weight: torch.Tensor | None = None  # None: the layer is unpacked
+        self.weight: torch.Tensor | None = None  # None: the order is plain
 
     def process_weights_after_loading(self, layer: Any) -> None:
         if self.weight is not None and not self._keeps_plain:
@@ -31,7 +31,7 @@ class PackedWeight:
             layer.weight.data = plain.new_full((1, 1), torch.nan).expand(plain.shape)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
-        """Unpack the weight; until it is packed again, the plain one is multiplied."""
+        """Restore the plain order, in which products then run."""
         layer.weight.data = self.plain(layer)
         self.weight = None
 
@@ -45,12 +45,12 @@ class PackedWeight:
         return _PRODUCT(x.to(torch.bfloat16), W=self.weight, B=bias, attr="none", scalars=[], algorithm="")
 
 
-def is_packed(layer: Any) -> bool:
-    """Tell whether a layer multiplies with a packed weight."""
+def is_reordered(layer: Any) -> bool:
+    """Tell whether a layer multiplies with a reordered weight."""
     method = getattr(layer, "quant_method", None)
-    return isinstance(method, PackedWeight) and method.weight is not None
+    return isinstance(method, ReorderedWeight) and method.weight is not None
 
 
 def plain_weight(layer: Any) -> torch.Tensor:
-    """Return a layer's weight, unpacked if it is packed."""
-    return layer.quant_method.plain(layer) if is_packed(layer) else layer.weight
+    """Return a layer's weight, in the plain order."""
+    return layer.quant_method.plain(layer) if is_reordered(layer) else layer.weight
