@@ -68,10 +68,10 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
     Raises:
         BadInput: `pair` is not quantized, or `unquantized` is not the same draft before.
     """
-    schemes = pair.packed_modules.schemes if pair.is_parsed else {}
+    schemes = pair.examined_tensors.schemes if pair.is_parsed else {}
     if not schemes:
         raise BadInput(f"{pair.draft.name}: has no quantized layers that can be read")
-    if not unquantized.is_parsed or unquantized.packed_modules.schemes:
+    if not unquantized.is_parsed or unquantized.examined_tensors.schemes:
         raise BadInput(f"{unquantized.draft.name}: is no unquantized draft that can be read")
     if unquantized.config != pair.config:
         raise BadInput(f"{unquantized.draft.name}: its config is another one than {pair.draft.name}'s")

@@ -35,7 +35,13 @@ from serving import (
 from support.drafts import make_draft
 from support.engine import Pools, build
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo
-from support.packed_drafts import SCHEMES, pack_for_modelopt, pack_plain_fp8, write, write_packed
+from support.quantized_drafts import (
+    SCHEMES,
+    quantize_for_modelopt,
+    quantize_plain_fp8,
+    write,
+    write_quantized,
+)
 from support.scheduled import Job, run
 from support.servers import PLAIN_FLOAT32
 from tokenizers import Tokenizer
@@ -74,7 +80,7 @@ class Format:
 
 def quantized(scheme: str) -> Format:
     kept = FOUR_BITS if "4" in scheme.removesuffix("A16").removesuffix("A4") else EIGHT_BITS
-    return Format(lambda folder: write_packed(folder, DRAFT, scheme), kept=kept)
+    return Format(lambda folder: write_quantized(folder, DRAFT, scheme), kept=kept)
 
 
 def by(pack: Callable, kept: float, source: Path = DRAFT) -> Format:
@@ -126,10 +132,10 @@ LIKE_THE_BUNDLED = {
 }
 FORMATS = {
     **{scheme: quantized(scheme) for scheme in SCHEMES},
-    "ModelOpt NVFP4": by(pack_for_modelopt, FOUR_BITS),
-    "DFlash2, ModelOpt NVFP4": by(pack_for_modelopt, FOUR_BITS, DFLASH2_DRAFT),
-    "plain FP8": by(functools.partial(pack_plain_fp8, in_blocks=False), EIGHT_BITS),
-    "plain FP8 in blocks": by(functools.partial(pack_plain_fp8, in_blocks=True), EIGHT_BITS),
+    "ModelOpt NVFP4": by(quantize_for_modelopt, FOUR_BITS),
+    "DFlash2, ModelOpt NVFP4": by(quantize_for_modelopt, FOUR_BITS, DFLASH2_DRAFT),
+    "plain FP8": by(functools.partial(quantize_plain_fp8, in_blocks=False), EIGHT_BITS),
+    "plain FP8 in blocks": by(functools.partial(quantize_plain_fp8, in_blocks=True), EIGHT_BITS),
     "speculators DFlash2": Format(speculators_dflash2, DFLASH2_DRAFT, kept=1, alone=True),
     "Amazon's P-EAGLE": Format(amazon, PEAGLE_DRAFT, algorithm="EAGLE3", least=1),
     "NeMo's P-EAGLE": Format(nemo, PEAGLE_DRAFT, algorithm="PEAGLE", least=1),

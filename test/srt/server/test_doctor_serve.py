@@ -15,7 +15,7 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
 from support.drafts import make_draft, read_config
-from support.packed_drafts import write_packed
+from support.quantized_drafts import write_quantized
 from support.servers import ENVIRONMENT, run_to_end, warm_start
 
 from sglang_dflash.srt.arg_groups.options import add_flags
@@ -34,7 +34,7 @@ def drafts(tmp_path_factory) -> dict[str, Path]:
     """A quantized draft, and one with Gemma's norm, which only the built-in runs, and only on a GPU."""
     folder = tmp_path_factory.mktemp("drafts")
     gemma = make_draft(folder / "gemma", base=DRAFT, use_gemma_norm=True)
-    return {"GEMMA": gemma, "W4A16": write_packed(folder / "packed", DRAFT, "W4A16")}
+    return {"GEMMA": gemma, "W4A16": write_quantized(folder / "packed", DRAFT, "W4A16")}
 
 
 # name -> (arguments, with a draft's name for its path; who serves; words of the reason)

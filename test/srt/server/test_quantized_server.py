@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from serving import DRAFT, ROOT, TARGET, WHOLE_BLOCKS, dflash_arguments
-from support.packed_drafts import write_packed
+from support.quantized_drafts import write_quantized
 from support.servers import FLOAT32
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +20,7 @@ NEW_TOKENS = 40
 
 def test_text_and_cycles(servers, tmp_path):
     """Greedy tokens are the target's; each request takes as many cycles as the draft in plain PyTorch."""
-    draft = write_packed(tmp_path / "draft", DRAFT, "W4A16")
+    draft = write_quantized(tmp_path / "draft", DRAFT, "W4A16")
     server = servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(draft))
     prompts = [run["prompt"] for run in json.loads(RUNS.read_text())][:8]
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}

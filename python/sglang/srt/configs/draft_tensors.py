@@ -9,7 +9,7 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.fields import Shapes
 from sglang_dflash.srt.configs.quantization import DraftQuantization, Scheme, quantization_of
 
-_PACKED_TYPES = ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2")
+_QUANTIZED_TYPES = ("I8", "U8", "I32", "F8_E4M3", "F8_E5M2")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 # A row for each target id. Rows beyond the vocabulary are padding.
 _ROWS_BY_ID = (
@@ -42,8 +42,8 @@ def canonical_name(name: str) -> str:
     return name
 
 
-def _is_packed_part(part: str) -> bool:
-    """Return True for the last part of a name that only a packed module's tensors have."""
+def _is_quantized_part(part: str) -> bool:
+    """Return True for the last part of a name that only a quantized module's tensors have."""
     return part.startswith("weight_") or part.endswith("_scale")
 
 
@@ -53,12 +53,12 @@ def is_ignored(name: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpacked:
+class ExaminedTensors:
     """A checkpoint's tensors as a dense one would have them.
 
     Attributes:
         shapes: by name.
-        schemes: of each packed module.
+        schemes: of each quantized module.
         maps: `d2t` and `t2d`, as far as they are there.
         problems: one line each. If there are any, the other fields are partial.
         unknown: names of tensors that the draft does not have.
@@ -77,7 +77,7 @@ def examine_tensors(
     tensors: Iterable[tuple[str, Stored]],
     checkpoint: str = "draft",
     is_update: bool = False,
-) -> Unpacked:
+) -> ExaminedTensors:
     """Compare a checkpoint's tensors with those that its config requires.
 
     Args:
@@ -93,7 +93,7 @@ def examine_tensors(
     """
     quantization = quantization_of(hf_config, checkpoint)
     expected, required = expected_tensors(hf_config, draft)
-    found, read = Unpacked(), dict[str, Stored]()
+    found, read = ExaminedTensors(), dict[str, Stored]()
     try:
         for full_name, stored in tensors:
             name = canonical_name(full_name)
@@ -116,7 +116,7 @@ def examine_tensors(
             modules.setdefault(module, {})[part] = stored
     before = len(found.problems)
     for module, parts in modules.items():
-        _unpack(
+        _add_module(
             quantization, module=module, parts=parts, expected=expected, may_be_dense=is_update, found=found
         )
     if len(found.problems) == before:
@@ -133,21 +133,21 @@ def examine_tensors(
     return found
 
 
-def _unpack(
+def _add_module(
     quantization: DraftQuantization | None,
     module: str,
     parts: Mapping[str, Stored],
     expected: Shapes,
     may_be_dense: bool,
-    found: Unpacked,
+    found: ExaminedTensors,
 ) -> None:
     """Add a module's tensors, by the last part of their names, to what was found."""
     shape, weight = expected.get(f"{module}.weight", ()), parts.get("weight")
     is_linear = len(shape) == 2
-    is_packed = any(map(_is_packed_part, parts)) or weight and weight.dtype in _PACKED_TYPES
+    is_quantized = any(map(_is_quantized_part, parts)) or weight and weight.dtype in _QUANTIZED_TYPES
     scheme = quantization.scheme_of(module) if quantization is not None else None
-    if is_linear and is_packed:
-        problems = list(_packed_problems(scheme, module, parts, shape))
+    if is_linear and is_quantized:
+        problems = list(_quantized_problems(scheme, module, parts, shape))
         found.problems.extend(problems)
         if "bias" in parts:
             found.shapes[f"{module}.bias"] = parts["bias"].shape
@@ -165,20 +165,20 @@ def _unpack(
             kind = f"{stored.dtype}, expected one of {', '.join(wanted)}"
             found.problems.append(f"{stored.where}{name} is {kind}")
         found.shapes[name] = stored.shape
-    # The projections that every writer packs unless told otherwise.
+    # The projections that every writer quantizes unless told otherwise.
     in_layer = module.startswith("layers.") and (".self_attn." in module or ".mlp." in module)
-    must_be_packed = is_linear and (module == "fc" or in_layer) and not may_be_dense
-    if must_be_packed and scheme is not None and weight is not None:
+    must_be_quantized = is_linear and (module == "fc" or in_layer) and not may_be_dense
+    if must_be_quantized and scheme is not None and weight is not None:
         dense = f"{weight.where}{module}.weight is dense"
         found.problems.append(f"{dense}, but the quantization config names it ({scheme.name})")
 
 
-def _packed_problems(
+def _quantized_problems(
     scheme: Scheme | None, module: str, parts: Mapping[str, Stored], shape: tuple[int, ...]
 ) -> Iterator[str]:
-    """Say what is wrong with a packed module's tensors, given by the last part of their names."""
+    """List faults of a quantized module's tensors, given by the last part of their names."""
     if scheme is None:
-        part = next(filter(_is_packed_part, parts), "weight")
+        part = next(filter(_is_quantized_part, parts), "weight")
         name = f"{parts[part].where}{module}.{part} ({parts[part].dtype})"
         yield f"{name}: the config names no quantization for it in its quantization_config"
         return

@@ -1,4 +1,4 @@
-"""Quantized draft checkpoints: which modules are packed, and in which tensors.
+"""Quantized draft checkpoints: which modules are quantized, and in which tensors.
 
 Read from `quantization_config`, `compression_config` or `hf_quant_config.json`, as the compressed-tensors
 library, ModelOpt and plain FP8 exports (`quant_method` "fp8") write them. What a file says of activations, or
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 # Names of modules: the compressed-tensors library's; with `*`, as ModelOpt's; whole parts of names, from a
 # dot to a dot, as in plain FP8 exports. In all of them an expression may stand behind "re:".
 Syntax = Literal["library", "wildcards", "parts"]
-Layout = Literal["packed", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
+Layout = Literal["pack-quantized", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
 
 # Element types by safetensors' names.
 _FP8 = ("F8_E4M3",)
@@ -36,7 +36,7 @@ class OtherMethodError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a packed module: its possible element types and shapes."""
+    """One tensor of a quantized module: its possible element types and shapes."""
 
     dtypes: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -66,7 +66,13 @@ class Scheme:
     @property
     def name(self) -> str:
         """A short name for messages."""
-        names = {"packed": f"W{self.bits}", "int8": "INT8", "fp8": "FP8", "nvfp4": "NVFP4", "mxfp4": "MXFP4"}
+        names = {
+            "pack-quantized": f"W{self.bits}",
+            "int8": "INT8",
+            "fp8": "FP8",
+            "nvfp4": "NVFP4",
+            "mxfp4": "MXFP4",
+        }
         return names.get(self.layout) or f"ModelOpt {self.layout.removeprefix('modelopt-').upper()}"
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
@@ -83,7 +89,7 @@ class Scheme:
         one = ((1,), ())
         halves = Part(("U8",), ((rows, columns // 2),))
         found: dict[str, Part]
-        if self.layout == "packed":
+        if self.layout == "pack-quantized":
             words = math.ceil(columns * self.bits / 32)
             found = {
                 "weight_packed": Part(("I32",), ((rows, words),)),
@@ -162,8 +168,8 @@ ALL_LINEAR = (re.compile(""),)
 _COMPRESSED_TENSORS = ("compressed-tensors", "compressed_tensors")  # names of the method
 # The library's format, number of bits and type -> layout
 _COMPRESSED_LAYOUTS: dict[Any, Layout] = {
-    ("pack-quantized", 4, "int"): "packed",
-    ("pack-quantized", 8, "int"): "packed",
+    ("pack-quantized", 4, "int"): "pack-quantized",
+    ("pack-quantized", 8, "int"): "pack-quantized",
     ("int-quantized", 8, "int"): "int8",
     ("naive-quantized", 8, "int"): "int8",
     ("float-quantized", 8, "float"): "fp8",
@@ -280,10 +286,10 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
         _check_group(group)
     block = _block(weights.get("block_structure") or (128, 128), "block_structure")
     is_symmetric = weights.get("symmetric", True) is not False
-    has_zero_points = found == "packed" and strategy != "tensor" or found == "int8"
+    has_zero_points = found == "pack-quantized" and strategy != "tensor" or found == "int8"
     if not is_symmetric and not has_zero_points:
         raise ValueError(f"is asymmetric with strategy {strategy}: not served")
-    has_order = weights.get("actorder") in ("group", "dynamic", True) and found == "packed"
+    has_order = weights.get("actorder") in ("group", "dynamic", True) and found == "pack-quantized"
     return Scheme(
         found,
         bits=bits,

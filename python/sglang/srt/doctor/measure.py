@@ -21,7 +21,7 @@ from sglang_dflash.srt.doctor.readings import (
     draft_everywhere,
     other_readings,
 )
-from sglang_dflash.srt.layers.dequantize import take_packed_modules
+from sglang_dflash.srt.layers.dequantize import take_quantized_modules
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
 # greedy continuations that branch off them, because drafts are trained on greedy text.
@@ -222,7 +222,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
         loaded = load_file(pair.draft.folder / file, device=str(target.device))
         tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
     weights = {}
-    for module in take_packed_modules(tensors, pair.packed_modules):
+    for module in take_quantized_modules(tensors, pair.examined_tensors):
         try:
             weight = module.dequantize(target.device)
         except ValueError as error:

@@ -21,7 +21,7 @@ from sglang_dflash.srt.configs.draft_kinds import (
     find_mask_token,
     read_draft_config,
 )
-from sglang_dflash.srt.configs.draft_tensors import Unpacked, canonical_name, examine_tensors
+from sglang_dflash.srt.configs.draft_tensors import ExaminedTensors, canonical_name, examine_tensors
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, is_speculators_config, speculators_type
@@ -261,7 +261,7 @@ class Pair:
             self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
 
     @cached_property
-    def packed_modules(self) -> Unpacked:
+    def examined_tensors(self) -> ExaminedTensors:
         """The tensors as a dense draft would have them, with their faults."""
         tensors = ((name, replace(stored, file="")) for name, stored in self.draft.tensors.items())
         return examine_tensors(self.hf_config, self.config, tensors)

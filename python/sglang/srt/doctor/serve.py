@@ -197,7 +197,7 @@ def _memory(server_args: Any, args: Any) -> dict[str, float]:
         found["target's weights, GiB"] = _weight_bytes(target, float_bytes) / args.tp_size / 2**30
         size = _weight_bytes(draft, float_bytes)
         if find_quantization(draft.config, str(draft.folder)):
-            size = float_bytes * sum(map(math.prod, Pair(target, draft).packed_modules.shapes.values()))
+            size = float_bytes * sum(map(math.prod, Pair(target, draft).examined_tensors.shapes.values()))
         found["draft's weights, GiB"] = size / args.tp_size / 2**30
     except Exception as error:  # files elsewhere, or configs of which SGLang tells no sizes
         logger.info("More of the memory is not known: %s", str(error) or type(error).__name__)

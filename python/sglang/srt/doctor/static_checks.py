@@ -46,7 +46,7 @@ def findings(pair: Pair) -> list[Finding]:
 
 
 def _check_tensors(pair: Pair) -> Iterator[Finding]:
-    found = pair.packed_modules
+    found = pair.examined_tensors
     for problem in found.problems:
         yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
     if found.unknown and not found.problems:
@@ -55,7 +55,7 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
 
 
 def _check_quantisation(pair: Pair) -> Iterator[Finding]:
-    if pair.is_parsed and (schemes := pair.packed_modules.schemes):
+    if pair.is_parsed and (schemes := pair.examined_tensors.schemes):
         counts = Counter(scheme.name for scheme in schemes.values())
         listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
         yield note(
@@ -99,7 +99,7 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
 
 def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
     config, tokens = pair.config, pair.text_config.vocab_size
-    maps = pair.packed_modules.maps
+    maps = pair.examined_tensors.maps
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
     problems = vocabulary_problems(config, target_tokens=tokens, own=pair.draft.tensors, d2t=d2t, t2d=t2d)
     yield from (fault(problem, FETCH_AGAIN, is_fatal=True) for problem in problems)
@@ -123,7 +123,7 @@ def _check_head(pair: Pair) -> Iterator[Finding]:
         return
     rows = ids = torch.linspace(0, config.draft_vocab_size - 1, _SAMPLED_ROWS).long().unique()
     if config.has_own_vocabulary:
-        offsets = pair.packed_modules.maps.get("d2t")
+        offsets = pair.examined_tensors.maps.get("d2t")
         if offsets is None or len(offsets) != config.draft_vocab_size:
             return
         ids = rows + offsets[rows].long()

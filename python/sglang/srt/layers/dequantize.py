@@ -1,11 +1,11 @@
-"""A packed module's tensors as a weight in float32."""
+"""A quantized module's tensors as a weight in float32."""
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 
-from sglang_dflash.srt.configs.draft_tensors import Unpacked
+from sglang_dflash.srt.configs.draft_tensors import ExaminedTensors
 from sglang_dflash.srt.configs.quantization import Scheme
 
 Parts = dict[str, torch.Tensor]
@@ -15,7 +15,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 @dataclass(frozen=True)
-class PackedModule:
+class QuantizedModule:
     """A module's tensors by the last part of their names, and the shape of its weight."""
 
     name: str
@@ -33,14 +33,16 @@ class PackedModule:
             raise ValueError(f"{self.name}.{error}") from error
 
 
-def take_packed_modules(tensors: MutableMapping[str, torch.Tensor], found: Unpacked) -> list[PackedModule]:
-    """Remove the tensors of packed modules, their biases aside."""
+def take_quantized_modules(
+    tensors: MutableMapping[str, torch.Tensor], found: ExaminedTensors
+) -> list[QuantizedModule]:
+    """Remove the tensors of quantized modules, their biases aside."""
     modules = []
     for name, scheme in found.schemes.items():
         own = [key for key in tensors if key.rpartition(".")[0] == name and not key.endswith(".bias")]
         parts = {key.rpartition(".")[2]: tensors.pop(key) for key in own}
         rows, columns = found.shapes[f"{name}.weight"]
-        modules.append(PackedModule(name, scheme=scheme, rows=rows, columns=columns, parts=parts))
+        modules.append(QuantizedModule(name, scheme=scheme, rows=rows, columns=columns, parts=parts))
     return modules
 
 
@@ -57,7 +59,7 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
     order = parts.get("weight_g_idx") if scheme.has_order else None
     if order is not None and (order.min() < 0 or order.max() >= scale.shape[-1]):
         raise ValueError(f"weight_g_idx points outside its {scale.shape[-1]} groups")
-    if scheme.layout == "packed":
+    if scheme.layout == "pack-quantized":
         stored = tuple(parts["weight_shape"].tolist())
         if stored != shape:
             raise ValueError(f"weight_shape is {stored}, expected {shape}")
@@ -66,12 +68,12 @@ def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, col
         weight = parts["weight"].float()
         _check_finite("weight", weight)
     else:
-        packed = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
-        values = torch.tensor(_E2M1, dtype=torch.float32, device=packed.device)
-        weight = values[torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).long()]
+        halves = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
+        values = torch.tensor(_E2M1, dtype=torch.float32, device=halves.device)
+        weight = values[torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2).long()]
     if not scheme.is_symmetric:
         zero = parts["weight_zero_point"]
-        if scheme.layout == "packed":  # along rows, unlike the weight
+        if scheme.layout == "pack-quantized":  # along rows, unlike the weight
             zero = _unpack_integers(zero.t().contiguous(), scheme.bits, rows).t()
         weight = weight - _spread(zero.float(), shape, scheme, order)
     return weight * _spread(scale, shape, scheme, order)
@@ -103,10 +105,10 @@ def _global_scale(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     return scale
 
 
-def _unpack_integers(packed: torch.Tensor, bits: int, width: int) -> torch.Tensor:
+def _unpack_integers(words: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     """Unpack words [n, w] int32 to signed integers [n, width], from the lowest bits on."""
-    shifts = torch.arange(0, end=32, step=bits, dtype=torch.int32, device=packed.device)
-    values = (packed[..., None] >> shifts) & (2**bits - 1)
+    shifts = torch.arange(0, end=32, step=bits, dtype=torch.int32, device=words.device)
+    values = (words[..., None] >> shifts) & (2**bits - 1)
     return values.flatten(-2)[..., :width] - 2 ** (bits - 1)
 
 

@@ -15,20 +15,20 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 
 from sglang_dflash.srt.configs.checkpoint import Stored
 from sglang_dflash.srt.configs.draft_tensors import (
-    Unpacked,
+    ExaminedTensors,
     canonical_name,
     d2t_problems,
     examine_tensors,
     expected_tensors,
 )
 from sglang_dflash.srt.configs.fields import short_repr
-from sglang_dflash.srt.layers.dequantize import take_packed_modules
+from sglang_dflash.srt.layers.dequantize import take_quantized_modules
 from sglang_dflash.srt.models.quantized_linear import SHARDS, RowCheck, row_check
 
 logger = logging.getLogger(__name__)
 
 
-def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[Any, Unpacked]:
+def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[Any, ExaminedTensors]:
     """Raise ValueError with all problems of a checkpoint, or of a weight update.
 
     Returns:
@@ -52,8 +52,8 @@ def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> t
 def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Load a checkpoint, or raise ValueError with all problems; return parameter names.
 
-    A weight update may bring parts of it, and plain weights for modules that the checkpoint had packed.
-    `model.row_checks` then compares packed modules, as they were loaded, with the file.
+    A weight update may bring parts of it, and plain weights for modules that the checkpoint had quantized.
+    `model.row_checks` then compares quantized modules, as they were loaded, with the file.
     """
     named = list(weights)
     tensors = {canonical_name(name): tensor for name, tensor in named}
@@ -69,7 +69,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
     expected, _ = expected_tensors(config, model.draft)
     ids = model.draft.target_layer_ids
     is_ascending = list(ids) == sorted(ids)
-    packed = take_packed_modules(tensors, found)
+    quantized = take_quantized_modules(tensors, found)
     _make_room_for_vocabulary(model, found.shapes)
 
     def fitted(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
             _load(model, name, fitted(name, tensor))
 
     checks: list[RowCheck] = []
-    for module in packed:
+    for module in quantized:
         try:
             weight = module.dequantize(model.norm.weight.device)
         except ValueError as error:
@@ -96,9 +96,9 @@ def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[s
         _load(model, name, weight.to(model.norm.weight.dtype))
         if (check := row_check(model, module, weight)) is not None:
             checks.append(check)
-    if packed:
-        schemes = ", ".join(sorted({module.scheme.name for module in packed}))
-        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(packed), schemes)
+    if quantized:
+        schemes = ", ".join(sorted({module.scheme.name for module in quantized}))
+        logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(quantized), schemes)
     model.row_checks = checks
     model.was_loaded = True
     return {name for name, _ in model.named_parameters()}

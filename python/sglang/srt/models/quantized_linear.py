@@ -15,7 +15,7 @@ from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, Scheme
-from sglang_dflash.srt.layers.dequantize import PackedModule
+from sglang_dflash.srt.layers.dequantize import QuantizedModule
 
 # Relative difference of outputs that the rounding of bfloat16 explains: 0.003 was measured. Wrong scales give
 # 0.19 and more.
@@ -66,12 +66,12 @@ def model_layer(module: str) -> tuple[str, str | int | None]:
     return f"{parent}.{fused}" if parent else fused, shard
 
 
-def row_check(model: Any, packed: PackedModule, weight: torch.Tensor) -> RowCheck | None:
+def row_check(model: Any, quantized: QuantizedModule, weight: torch.Tensor) -> RowCheck | None:
     """Prepare the check of a module; None for one that is no linear layer of the model.
 
     `weight` is [rows, columns] float32 of the whole module, padded if the model's is.
     """
-    name, shard = model_layer(packed.name)
+    name, shard = model_layer(quantized.name)
     try:
         module = model.get_submodule(name)
     except AttributeError:
@@ -91,8 +91,8 @@ def row_check(model: Any, packed: PackedModule, weight: torch.Tensor) -> RowChec
         weight = weight[rows]
     expected = F.linear(inputs, weight)
     return RowCheck(
-        packed.name,
-        scheme=packed.scheme,
+        quantized.name,
+        scheme=quantized.scheme,
         module=module,
         columns=columns,
         inputs=inputs,

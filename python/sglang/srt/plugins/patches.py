@@ -233,7 +233,7 @@ AT_WORKER = (
         upstream="https://github.com/sgl-project/sglang/issues/39087",
         feature="quantized drafts",
         signature="(self)",
-        why="we dequantize packed drafts ourselves; SGLang has no kernel for some, and none on a CPU",
+        why="we dequantize drafts ourselves; SGLang has no kernel for some, and none on a CPU",
         build=call_ours("srt.models.quantized_linear.hiding_draft_quantization"),
     ),
     Patch(

@@ -31,7 +31,7 @@ from support.dflash2_cases import dflash2_config, random_dflash2_weights
 from support.draft_cases import BASE, random_weights
 from support.engine import build
 from support.faults import FAULTS, with_tensor, write_fault
-from support.packed_drafts import pack
+from support.quantized_drafts import quantize
 from transformers import Qwen3Config
 
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
@@ -69,8 +69,8 @@ def checkpoint(name: str) -> tuple[dict, bytes]:
         config = json.loads((DRAFT / "config.json").read_text()) | one_layer
         weights = load_file(DRAFT / "model.safetensors")
         first = {key: t for key, t in weights.items() if not re.match(r"layers\.[1-9]", key)}
-        packed, quantization, _ = pack(first, "W4A16")
-        return config | {"quantization_config": quantization}, save(packed)
+        tensors, quantization, _ = quantize(first, "W4A16")
+        return config | {"quantization_config": quantization}, save(tensors)
     folder = {"speculators": SPECULATORS_DRAFT, "P-EAGLE": PEAGLE_DRAFT, "P-EAGLE, llama": LLAMA}[name]
     config = json.loads((folder / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "target"

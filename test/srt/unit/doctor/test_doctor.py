@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
 from support.drafts import make_draft, read_config
 from support.faults import FAULTS, without
-from support.packed_drafts import write_packed
+from support.quantized_drafts import write_quantized
 from training import quantization_cost
 
 from sglang_dflash import doctor
@@ -388,13 +388,13 @@ def dense_length(observed) -> float:
     "scheme, lost", [("W8A16", 0.03), ("FP8_DYNAMIC", 0.03), ("W4A16", 0.1), ("NVFP4A16", 0.1)]
 )
 def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, tmp_path):
-    length = accept_length(write_packed(tmp_path / "draft", DRAFT, scheme), observed)
+    length = accept_length(write_quantized(tmp_path / "draft", DRAFT, scheme), observed)
     assert length > (1 - lost) * dense_length, (length, dense_length)
 
 
 def test_what_each_layer_lost(observed, tmp_path):
     """The scales of one layer are halved: it is named, costs the most, and the others hardly anything."""
-    folder = write_packed(tmp_path / "draft", DRAFT, "W4A16")
+    folder = write_quantized(tmp_path / "draft", DRAFT, "W4A16")
     weights = load_file(folder / "model.safetensors")
     own = [name for name in weights if name.startswith("layers.1.") and name.endswith("weight_scale")]
     save_file(weights | {name: weights[name] / 2 for name in own}, folder / "model.safetensors")
@@ -414,7 +414,7 @@ def test_what_each_layer_lost(observed, tmp_path):
 
 
 def test_a_quantised_draft_is_no_fault(tmp_path, capsys):
-    assert examine(write_packed(tmp_path / "draft", DRAFT, "W4A16")) == 0
+    assert examine(write_quantized(tmp_path / "draft", DRAFT, "W4A16")) == 0
     layers = read_config(DRAFT)["num_hidden_layers"]
     assert f"note: the draft is quantised ({7 * layers + 1} layers W4)" in capsys.readouterr().out
 

@@ -92,8 +92,8 @@ def test_a_head_is_quantized_in_slices_bit_by_bit_as_at_once(dtype, rows, monkey
 
 
 def test_heads_that_cannot_be_copied_are_named():
-    packed = SimpleNamespace(weight=torch.zeros(8, 8, dtype=torch.int8))
-    assert "no plain weight" in reason_against(packed)
+    quantized = SimpleNamespace(weight=torch.zeros(8, 8, dtype=torch.int8))
+    assert "no plain weight" in reason_against(quantized)
     small = SimpleNamespace(weight=torch.zeros(8, 8).to(torch.float8_e4m3fn))
     assert "quantized already" in reason_against(small)
     assert "no plain weight" in reason_against(SimpleNamespace())

@@ -1,4 +1,4 @@
-"""Quantized drafts: read as their library unpacks them, checked at start-up, refused by tensor and reason."""
+"""Quantized drafts: read as their library does, checked at start-up, refused by tensor and reason."""
 
 import copy
 import json
@@ -13,14 +13,14 @@ from sglang.srt.layers import linear
 from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.utils.hf_transformers_utils import get_config
 from support.engine import build, start
-from support.packed_drafts import SCHEMES, pack, pack_for_modelopt, pack_plain_fp8, write
+from support.quantized_drafts import SCHEMES, quantize, quantize_for_modelopt, quantize_plain_fp8, write
 
 from sglang_dflash.srt.arg_groups.resolve import check_draft_tensors
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import Scheme, flag_problem, quantization_of
-from sglang_dflash.srt.layers.dequantize import PackedModule
+from sglang_dflash.srt.layers.dequantize import QuantizedModule
 from sglang_dflash.srt.models import quantized_linear
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.quantized_linear import row_check, run_row_checks
@@ -46,28 +46,28 @@ def one_layer(folder):
     return read_hf_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
 
 
-def packed_draft(tmp_path, scheme: str):
-    """Return the folder of a packed draft of one layer, its tensors, and those of the library."""
+def quantized_draft(tmp_path, scheme: str):
+    """Return the folder of a quantized draft of one layer, its tensors, and those of the library."""
     others = {
-        "ModelOpt": pack_for_modelopt,
-        "plain FP8": lambda tensors: pack_plain_fp8(tensors, in_blocks=False),
-        "plain FP8 in blocks": lambda tensors: pack_plain_fp8(tensors, in_blocks=True),
+        "ModelOpt": quantize_for_modelopt,
+        "plain FP8": lambda tensors: quantize_plain_fp8(tensors, in_blocks=False),
+        "plain FP8 in blocks": lambda tensors: quantize_plain_fp8(tensors, in_blocks=True),
     }
-    writer = others.get(scheme) or (lambda tensors: pack(tensors, scheme))
-    packed, quantization, unpacked = writer(SMALL)
-    return write(tmp_path / "draft", DRAFT, packed, quantization), packed, unpacked
+    writer = others.get(scheme) or (lambda tensors: quantize(tensors, scheme))
+    quantized, quantization, dequantized = writer(SMALL)
+    return write(tmp_path / "draft", DRAFT, quantized, quantization), quantized, dequantized
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "ModelOpt", "plain FP8", "plain FP8 in blocks"])
-def test_a_packed_draft_is_what_its_library_unpacks(scheme, tmp_path):
+def test_a_quantized_draft_is_what_its_library_dequantizes(scheme, tmp_path):
     """Equal to the library's own weights up to bfloat16's rounding, which is the library's."""
-    folder, packed, unpacked = packed_draft(tmp_path, scheme)
+    folder, quantized, dequantized = quantized_draft(tmp_path, scheme)
     config = one_layer(folder)
     check_draft_tensors(str(folder), config, DFlashDraftConfig.parse(config, "draft"))
-    model = build(DFlashDraftModel, config, iter(packed.items()))
+    model = build(DFlashDraftModel, config, iter(quantized.items()))
     assert len(model.row_checks) == 8  # fc, q, k, v, o, gate, up, down
     run_row_checks(model.row_checks)
-    dense = build(DFlashDraftModel, one_layer(DRAFT), iter(unpacked.items()))
+    dense = build(DFlashDraftModel, one_layer(DRAFT), iter(dequantized.items()))
     found, expected = dict(model.named_parameters()), dict(dense.named_parameters())
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -79,7 +79,7 @@ def test_a_packed_draft_is_what_its_library_unpacks(scheme, tmp_path):
 
 def test_an_order_of_columns():
     """`weight_g_idx` names the group of each column."""
-    scheme = Scheme("packed", 4, "group", 2, has_order=True)
+    scheme = Scheme("pack-quantized", 4, "group", 2, has_order=True)
     values = torch.tensor([[1, -2, 3, -4, 5, -6, 7, -8]])
     words = sum(((values[0, i] + 8) << 4 * i) for i in range(8)).to(torch.int64)
     parts = {
@@ -88,12 +88,12 @@ def test_an_order_of_columns():
         "weight_shape": torch.tensor([1, 8]),
         "weight_g_idx": torch.tensor([3, 2, 1, 0, 0, 1, 2, 3]),
     }
-    weight = PackedModule("fc", scheme, 1, 8, parts).dequantize(torch.device("cpu"))
+    weight = QuantizedModule("fc", scheme, 1, 8, parts).dequantize(torch.device("cpu"))
     factors = torch.tensor([1000, 100, 10, 1, 1, 10, 100, 1000])
     assert torch.equal(weight, (values * factors).float())
     parts["weight_g_idx"][0] = 4
     with pytest.raises(ValueError, match="fc.weight_g_idx points outside"):
-        PackedModule("fc", scheme, 1, 8, parts).dequantize(torch.device("cpu"))
+        QuantizedModule("fc", scheme, 1, 8, parts).dequantize(torch.device("cpu"))
 
 
 FAULTS = {
@@ -106,22 +106,24 @@ FAULTS = {
 @pytest.fixture(scope="module")
 def checked():
     """Return a W4A16 draft of one layer."""
-    packed, quantization, _ = pack(SMALL, "W4A16")
-    return SimpleNamespace(quantization=quantization, packed=packed)
+    quantized, quantization, _ = quantize(SMALL, "W4A16")
+    return SimpleNamespace(quantization=quantization, quantized=quantized)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["fc", "layers.0.self_attn.k_proj", "layers.0.mlp.up_proj"])
 def test_a_layer_that_loads_wrong_ends_the_start(fault, name, checked, tmp_path):
     """The model gets weights by wrong scales, as if a loader or kernel had mixed them up."""
-    folder = write(tmp_path / "draft", DRAFT, checked.packed, checked.quantization)
-    model = build(DFlashDraftModel, one_layer(folder), iter(checked.packed.items()))
+    folder = write(tmp_path / "draft", DRAFT, checked.quantized, checked.quantization)
+    model = build(DFlashDraftModel, one_layer(folder), iter(checked.quantized.items()))
     check = next(check for check in model.row_checks if check.name == name)
     parts = {
-        key.rpartition(".")[2]: value for key, value in checked.packed.items() if key.startswith(f"{name}.")
+        key.rpartition(".")[2]: value
+        for key, value in checked.quantized.items()
+        if key.startswith(f"{name}.")
     }
     rows, columns = parts["weight_shape"].tolist()
-    wrong = PackedModule(name, check.scheme, rows, columns, FAULTS[fault](parts))
+    wrong = QuantizedModule(name, check.scheme, rows, columns, FAULTS[fault](parts))
     weight = wrong.dequantize(torch.device("cpu"))
     check.module.weight.data[check.columns, :columns][:rows] = weight.to(check.module.weight.dtype)
     with pytest.raises(ValueError, match=rf"- {name} \(W4\) differs by 0\.\d") as caught:
@@ -136,7 +138,7 @@ def test_the_check_of_a_rank(rank, monkeypatch):
     for module in (linear, quantized_linear):
         monkeypatch.setattr(module, "get_group_rank_size", lambda group: (rank, 2))
     generator = torch.Generator().manual_seed(rank)
-    scheme = Scheme("packed", 4, "group", 128)
+    scheme = Scheme("pack-quantized", 4, "group", 128)
     qkv = QKVParallelLinear(32, 8, 4, 1, bias=False)
     output = RowParallelLinear(32, 16, bias=False)
     modules = {"a.qkv_proj": qkv, "a.o_proj": output}
@@ -146,8 +148,8 @@ def test_the_check_of_a_rank(rank, monkeypatch):
         weight = torch.randn(rows, 32, generator=generator)
         module = output if part == "o" else qkv
         module.weight_loader(module.weight, weight, *(() if part == "o" else (part,)))
-        packed = PackedModule(f"a.{part}_proj", scheme, rows, 32, {})
-        checks.append(row_check(model, packed, weight))
+        quantized = QuantizedModule(f"a.{part}_proj", scheme, rows, 32, {})
+        checks.append(row_check(model, quantized, weight))
     run_row_checks(checks)
     qkv.weight.data[-1] += 1
     with pytest.raises(ValueError, match="a.v_proj"):
@@ -177,7 +179,7 @@ def _dense(tensors, config):
 
 BAD = {
     "no scales": (_without("weight_scale"), f"model.safetensors: {UP}.weight_scale: missing, W4 needs it"),
-    "no packed tensor": (_without("weight_packed"), f"{UP}.weight_packed: missing"),
+    "no quantized tensor": (_without("weight_packed"), f"{UP}.weight_packed: missing"),
     "scales of another width": (
         _set("weight_scale", lambda t: t[:, :1].contiguous()),
         rf"{UP}.weight_scale is \(\d+, 1\), expected \(\d+, 2\) of W4",
@@ -212,7 +214,7 @@ BAD = {
         lambda tensors, config: config.update(transform_config={"config_groups": {"u": {}}}),
         "transform_config.*weights are rotated",
     ),
-    "a layer that is ignored and packed": (
+    "a layer that is ignored and quantized": (
         lambda tensors, config: config["ignore"].append(UP),
         f"{UP}.weight_packed .I32.: the config names no quantization for it",
     ),
@@ -227,7 +229,7 @@ BAD = {
 @pytest.mark.parametrize("fault", BAD)
 def test_a_bad_file_is_refused_by_its_header(fault, checked, tmp_path):
     """File, tensor and reason, before anything is allocated."""
-    tensors, quantization = dict(checked.packed), copy.deepcopy(checked.quantization)
+    tensors, quantization = dict(checked.quantized), copy.deepcopy(checked.quantization)
     spoil, words = BAD[fault]
     spoil(tensors, quantization)
     folder = write(tmp_path / "draft", DRAFT, tensors, quantization)
@@ -248,16 +250,16 @@ def test_a_bad_file_is_refused_by_its_header(fault, checked, tmp_path):
     ],
 )
 def test_a_bad_value_is_refused_when_it_is_loaded(scheme, part, value, words, tmp_path):
-    folder, packed, _ = packed_draft(tmp_path, scheme)
-    packed[f"{UP}.{part}"] = packed[f"{UP}.{part}"].clone()
-    packed[f"{UP}.{part}"].view(-1)[0] = value
+    folder, quantized, _ = quantized_draft(tmp_path, scheme)
+    quantized[f"{UP}.{part}"] = quantized[f"{UP}.{part}"].clone()
+    quantized[f"{UP}.{part}"].view(-1)[0] = value
     with pytest.raises(ValueError, match=f"{UP}.{words}"):
-        build(DFlashDraftModel, one_layer(folder), iter(packed.items()))
+        build(DFlashDraftModel, one_layer(folder), iter(quantized.items()))
 
 
 def test_modelopts_own_file(tmp_path):
     """Some exports have `hf_quant_config.json` alone; names may hold wildcards."""
-    folder, *_ = packed_draft(tmp_path, "ModelOpt")
+    folder, *_ = quantized_draft(tmp_path, "ModelOpt")
     config = read_hf_config(folder)
     quantization = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
     quantization["exclude_modules"] = ["layers.1*", "model.fc"]
@@ -299,13 +301,13 @@ def test_the_flag(named, is_refused, checked):
 
 
 def test_the_flag_of_plain_fp8():
-    quantization = pack_plain_fp8(SMALL, in_blocks=True)[1]
+    quantization = quantize_plain_fp8(SMALL, in_blocks=True)[1]
     assert flag_problem("fp8", quantization_of(SimpleNamespace(draft_quantization=quantization))) is None
 
 
 def test_modelopts_blocks_under_another_name(tmp_path):
     """ModelOpt's config does not say which shape its FP8 scales have; the file does."""
-    tensors, _, unpacked = pack_plain_fp8(SMALL, in_blocks=True)
+    tensors, _, dequantized = quantize_plain_fp8(SMALL, in_blocks=True)
     renamed = {
         name.replace("weight_scale_inv", "weight_scale"): (
             value[:, None, :, None] if name.endswith("weight_scale_inv") else value
@@ -317,7 +319,7 @@ def test_modelopts_blocks_under_another_name(tmp_path):
     folder = write(tmp_path / "draft", DRAFT, renamed, quantization)
     model = build(DFlashDraftModel, one_layer(folder), iter(renamed.items()))
     run_row_checks(model.row_checks)
-    assert torch.equal(model.fc.weight.bfloat16(), unpacked["fc.weight"])
+    assert torch.equal(model.fc.weight.bfloat16(), dequantized["fc.weight"])
 
 
 PLAIN_FP8 = {
@@ -336,8 +338,8 @@ PLAIN_FP8 = {
 def test_bad_plain_fp8(fault, tmp_path):
     """FP8 without a library's name, scales `weight_scale_inv` in blocks."""
     changes, words = PLAIN_FP8[fault]
-    packed, quantization, _ = pack_plain_fp8(SMALL, in_blocks=True)
-    folder = write(tmp_path / "draft", DRAFT, packed, quantization | changes)
+    quantized, quantization, _ = quantize_plain_fp8(SMALL, in_blocks=True)
+    folder = write(tmp_path / "draft", DRAFT, quantized, quantization | changes)
     with pytest.raises(DraftConfigError, match=words):
         config = one_layer(folder)
         check_draft_tensors(str(folder), config, DFlashDraftConfig.parse(config, "draft"))

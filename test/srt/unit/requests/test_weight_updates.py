@@ -21,8 +21,8 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import Wei
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from support.draft_cases import BASE, random_weights
 from support.engine import build, read_config
-from support.packed_drafts import pack, write
 from support.parity import assert_same
+from support.quantized_drafts import quantize, write
 from support.servers import FLOAT32
 from support.weight_updates import (
     DRAFTS,
@@ -180,20 +180,23 @@ def test_the_targets_embedding_is_the_drafts(pair):
 
 
 def test_plain_weights_for_a_draft_that_was_dequantized(tmp_path):
-    """A trainer has no packed ones. Half of a packed module is named."""
+    """A trainer has no quantized ones. Half of a quantized module is named."""
     plain = tensors_of(DRAFT)
-    packed, quantization, _ = pack(plain, "W4A16")
-    folder = write(tmp_path / "draft", DRAFT, packed, quantization)
+    tensors, quantization, _ = quantize(plain, "W4A16")
+    folder = write(tmp_path / "draft", DRAFT, tensors, quantization)
     config = DraftConfigParser().parse(str(folder), trust_remote_code=False)
-    pair = Pair(draft=build(DFlashDraftModel, config, iter(packed.items())))
+    pair = Pair(draft=build(DFlashDraftModel, config, iter(tensors.items())))
     assert pair.send({GATE: plain[GATE], "fc.weight": plain["fc.weight"]}, "draft")[0]
     assert torch.equal(pair.draft.fc.weight, plain["fc.weight"])
     module = GATE.removesuffix("weight")
     with unchanged(pair):
-        half = {"fc.weight": plain["fc.weight"] * 2, f"{module}weight_scale": packed[f"{module}weight_scale"]}
+        half = {
+            "fc.weight": plain["fc.weight"] * 2,
+            f"{module}weight_scale": tensors[f"{module}weight_scale"],
+        }
         is_done, message = pair.send(half, "draft")
         assert not is_done and f"{module}weight_packed: missing" in message, message
-    assert pair.send({name: one for name, one in packed.items() if name.startswith(module)}, "draft")[0]
+    assert pair.send({name: one for name, one in tensors.items() if name.startswith(module)}, "draft")[0]
     assert not torch.equal(pair.draft.layers[0].mlp.gate_up_proj.weight[:512], plain[GATE])
 
 
@@ -252,7 +255,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("checkpoint, change", BROKEN.values(), ids=BROKEN)
 def test_a_broken_checkpoint_on_disk(checkpoint, change, pair, tmp_path, monkeypatch):
-    """The weights that serve stay, also those of earlier updates. Quantized ones are packed again."""
+    """The weights that serve stay, also those of earlier updates. Quantized ones are processed again."""
     assert pair.send(changed(TENSORS, NORM, "fc.weight"))[0]
     broken, steps = folder(tmp_path / "broken", checkpoint, change(tensors_of(checkpoint))), []
     for name in ("restore_weights_before_loading", "postprocess_weights"):

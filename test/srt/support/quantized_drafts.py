@@ -28,61 +28,63 @@ SCHEMES = (
 )
 
 
-def pack(tensors: dict, name: str) -> tuple[dict, dict, dict]:
+def quantize(tensors: dict, name: str) -> tuple[dict, dict, dict]:
     """Quantize a draft's linear layers.
 
-    Returns the packed tensors, the `quantization_config`, and the tensors as the library unpacks them.
+    Returns the quantized tensors, the `quantization_config`, and the tensors as the library dequantizes them.
     """
     scheme = preset_name_to_scheme(name, ["Linear"])
-    packed, unpacked, form = {}, {}, None
+    quantized, dequantized, form = {}, {}, None
     for key, tensor in tensors.items():
         module, _, last = key.rpartition(".")
         if last != "weight" or tensor.ndim != 2 or any(match_name(module, pattern) for pattern in IGNORED):
-            packed[key] = unpacked[key] = tensor
+            quantized[key] = dequantized[key] = tensor
             continue
         form = _format(scheme)
         parts = _compressed(tensor, scheme, form)
-        packed |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
+        quantized |= {f"{module}.{part}": value.contiguous() for part, value in parts.items()}
         dense = BaseCompressor.get_value_from_registry(form).decompress(parts, scheme)
-        unpacked[key] = dense["weight"].to(tensor.dtype)
+        dequantized[key] = dense["weight"].to(tensor.dtype)
     config = QuantizationConfig(
         config_groups={"group_0": scheme},
         format=form,
         quantization_status=QuantizationStatus.COMPRESSED,
         ignore=list(IGNORED),
     )
-    return packed, config.model_dump(mode="json"), unpacked
+    return quantized, config.model_dump(mode="json"), dequantized
 
 
-def pack_plain_fp8(tensors: dict, in_blocks: bool) -> tuple[dict, dict, dict]:
-    """Quantize to FP8 as exports without a library's name do. Returns what `pack` does."""
-    packed, _, unpacked = pack(tensors, "FP8_BLOCK" if in_blocks else "FP8")
+def quantize_plain_fp8(tensors: dict, in_blocks: bool) -> tuple[dict, dict, dict]:
+    """Quantize to FP8 as exports without a library's name do. Returns what `quantize` does."""
+    quantized, _, dequantized = quantize(tensors, "FP8_BLOCK" if in_blocks else "FP8")
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     config["modules_to_not_convert"] = ["lm_head", "embed_tokens", "candidate_selector"]
     if in_blocks:
         config["weight_block_size"] = [128, 128]
-        packed = {name.replace("weight_scale", "weight_scale_inv"): value for name, value in packed.items()}
-    return packed, config, unpacked
+        quantized = {
+            name.replace("weight_scale", "weight_scale_inv"): value for name, value in quantized.items()
+        }
+    return quantized, config, dequantized
 
 
-def pack_for_modelopt(tensors: dict) -> tuple[dict, dict, dict]:
-    """Quantize to NVFP4 in ModelOpt's names and factors. Returns what `pack` does."""
-    packed, _, unpacked = pack(tensors, "NVFP4A16")
+def quantize_for_modelopt(tensors: dict) -> tuple[dict, dict, dict]:
+    """Quantize to NVFP4 in ModelOpt's names and factors. Returns what `quantize` does."""
+    quantized, _, dequantized = quantize(tensors, "NVFP4A16")
     renamed = {}
-    for name, tensor in packed.items():
+    for name, tensor in quantized.items():
         if name.endswith(".weight_global_scale"):  # ModelOpt multiplies where compressed-tensors divides
             renamed[name.replace("weight_global_scale", "weight_scale_2")] = 1 / tensor[0]
         else:
             renamed[name.replace("weight_packed", "weight")] = tensor
     exclude = ["lm_head", "*norm", "*kernel_projection", "candidate_selector*"]
     config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": exclude}
-    return renamed, config, unpacked
+    return renamed, config, dequantized
 
 
-def write_packed(folder: Path, source: Path, scheme: str) -> Path:
+def write_quantized(folder: Path, source: Path, scheme: str) -> Path:
     """Write a quantized copy of a checkpoint."""
-    packed, quantization, _ = pack(load_file(source / "model.safetensors"), scheme)
-    return write(folder, source, packed, quantization)
+    quantized, quantization, _ = quantize(load_file(source / "model.safetensors"), scheme)
+    return write(folder, source, quantized, quantization)
 
 
 def write(folder: Path, source: Path, tensors: dict, quantization: dict | None) -> Path:
