@@ -158,8 +158,8 @@ def _prepare_rows(size: Size) -> Pairs:
 
 
 def _append_rows(size: Size) -> Pairs:
-    for is_packed in (False, True):
-        arguments = 1, BS, size.block, size.block, size.hidden, size.device, is_packed
+    for is_ragged in (False, True):
+        arguments = 1, BS, size.block, size.block, size.hidden, size.device, is_ragged
         yield *_both(peagle_rows, "append_rows", inputs.random_appended, *arguments), 0
 
 
@@ -185,7 +185,7 @@ def _walk_blocks(size: Size) -> Pairs:
     for rule in REJECTION_RULES:
         for lengths in (whole, whole // torch.arange(1, BS + 1).numpy()):
             rows = VerifyLayout(BS, size.block, lengths, size.device)
-            probs = rows.pack(blocks_probs)
+            probs = rows.to_rows(blocks_probs)
             arguments = tokens, probs, draft.ids, draft.probs, accept_uniforms, rule, *rows.bounds
             walked = rejection.walk_blocks_triton(*arguments)
             twins = REJECTION_RULES[rule](tokens, probs, draft, accept_uniforms, rows)

@@ -17,7 +17,7 @@ def force_tokens(module) -> None:
     def constrain_and_force(batch, block, logits, *more):
         constrain(batch, block, logits, *more)
         *_, verified = more
-        slots = verified.unpack(torch.arange(len(logits))).tolist()
+        slots = verified.to_blocks(torch.arange(len(logits))).tolist()
         for of_request, req, length in zip(slots, batch.reqs, batch.seq_lens.tolist(), strict=True):
             rows = [logits[row] for row in dict.fromkeys(of_request)]
             forced = (req.sampling_params.custom_params or {}).get("forced", ())

@@ -26,7 +26,7 @@ class Captures(CycleObserver):
 
     def on_committed(self, batch, cycle, aux_hidden, accepted):
         """Keep the states of the output of a block."""
-        blocks = cycle.layout.unpack(aux_hidden)
+        blocks = cycle.layout.to_blocks(aux_hidden)
         for row, (req, states) in enumerate(zip(batch.reqs, blocks, strict=True)):
             count = int(accepted.commit_lens[row])
             self._keep(req, cycle.positions[row, :count], states[:count])

@@ -14,7 +14,7 @@ from support.decisions import accept_matching_prefix
 
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import packed_ranges
+from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
@@ -191,7 +191,7 @@ class CopySimulation:
         prompts = Prompts(
             req_pool_indices=torch.arange(len(texts)),
             tokens=torch.tensor([token for text in texts for token in text.prompt]),
-            positions=packed_ranges(starts, counts, CPU),
+            positions=ragged_ranges(starts, counts, CPU),
             prefix_lens=starts,
             extend_lens=counts,
             num_running=0,

@@ -47,7 +47,7 @@ class ForcedTexts(CycleObserver):
             self.wanted[row] = says[1 : self.wanted.shape[1] + 1]
 
     def on_verified(self, batch, block, logits):
-        wanted = self.layout.pack(self.wanted)
+        wanted = self.layout.to_rows(self.wanted)
         [rows] = (wanted >= 0).nonzero(as_tuple=True)
         logits[rows] = -50.0
         logits[rows, wanted[rows]] = 50.0

@@ -75,18 +75,18 @@ def random_rows(
 
 
 def random_appended(
-    seed: int, bs: int, width: int, block_size: int, hidden: int, device: str, is_packed: bool = False
+    seed: int, bs: int, width: int, block_size: int, hidden: int, device: str, is_ragged: bool = False
 ) -> list:
     """Return arguments of append_rows, of requests that have room for what they append.
 
-    is_packed: requests verify fewer slots than their width, and the rows of the forward follow each other.
+    is_ragged: requests verify fewer slots than their width, and the rows of the forward follow each other.
     """
     pending = random_rows(seed, bs, block_size, hidden, device)[2]
     rng = torch.Generator().manual_seed(seed)
     requests = torch.randperm(bs + 3, generator=rng)[:bs].to(device)
     lengths = torch.full((bs,), width - 1)
     slots = None
-    if is_packed:
+    if is_ragged:
         lengths = torch.randint(width, (bs,), generator=rng)
         starts = lengths.cumsum(0) - lengths + torch.arange(bs)
         slots = (starts[:, None] + torch.arange(width).minimum(lengths[:, None])).to(device)
@@ -252,7 +252,7 @@ def random_penalties(
     logits = logits.to(device)
     if is_ragged:
         layout = VerifyLayout(bs, width, torch.randint(width, (bs,), generator=rng).numpy(), device)
-        inputs, logits = (*inputs, *layout.bounds), layout.pack(logits.view(bs, width, -1))
+        inputs, logits = (*inputs, *layout.bounds), layout.to_rows(logits.view(bs, width, -1))
     return logits[:, :vocabulary], *inputs
 
 

@@ -183,7 +183,7 @@ CASES = {
         (40_000,),
     ),
     "append_rows": (peagle_rows, "append_rows_kernel", launch_append_rows, (False,)),
-    "append_rows, packed": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
+    "append_rows, ragged": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
     "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
     "copy_matches": (copy_ahead, "copy_matches_kernel", launch_copy_matches, ()),
     "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),

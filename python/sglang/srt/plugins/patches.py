@@ -251,7 +251,7 @@ AT_WORKER = (
         feature=RECURRENT_WIDTH,
         signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
         why="SGLang's verifies as many tokens for each request",
-        build=call_ours("srt.layers.attention.packed_rows.verifying_packed_rows"),
+        build=call_ours("srt.layers.attention.ragged_rows.make_gdn_forward_extend"),
     ),
     CpuPatch(
         target="sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",

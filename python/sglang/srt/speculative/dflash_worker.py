@@ -367,7 +367,7 @@ class DFlashWorker(BaseSpecWorker):
             places: dict[str, Any] = {"chain_stride": layout.verify_len}
             if not layout.is_rectangle:
                 places = {"accept_index": layout.slots}
-            compute_spec_logprobs(batch, logits_output, layout.pack(accepted.tokens), **places)
+            compute_spec_logprobs(batch, logits_output, layout.to_rows(accepted.tokens), **places)
         self.notify("on_accepted", batch, cycle, accepted)
         # Commit: the draft and the copies take the accepted tokens.
         aux_hidden = self.verify_tail.states_to_commit(target_out)
@@ -416,7 +416,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         block = self.copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
-        return cycle.packed(plan.layout), block, bool(len(on_host))
+        return cycle.with_layout(plan.layout), block, bool(len(on_host))
 
     def notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

@@ -19,7 +19,7 @@ from sglang_dflash.srt.hardware_backend.cpu.operators import (
 def causal_conv1d_fn(
     x, weight, bias, conv_states, query_start_loc, seq_lens_cpu, cache_indices, has_initial_state=None, **rest
 ):
-    """Convolve packed prompts x [channels, tokens] and advance `conv_states`.
+    """Convolve joined prompts x [channels, tokens] and advance `conv_states`.
 
     conv_states: [slots, channels, width - 1].
     """

@@ -25,7 +25,7 @@ def test_a_bias_is_its_requests_own(lengths):
     rows = VerifyLayout(2, 4, lengths)
     bias = torch.randn(2, VOCABULARY)
     logits = torch.randn(rows.num_rows, VOCABULARY)
-    wanted = logits + rows.pack(bias[:, None].expand(2, 4, VOCABULARY))
+    wanted = logits + rows.to_rows(bias[:, None].expand(2, 4, VOCABULARY))
     constraints.constrain(batch_of(logit_bias=bias), BLOCK, logits, None, None, None, rows)
     torch.testing.assert_close(logits, wanted)
 

@@ -48,8 +48,8 @@ def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed)
     bs, width = block.shape
     lengths = np.random.default_rng(seed).integers(0, width, bs)
     rows = VerifyLayout(bs, width, lengths)
-    packed = rows.pack(target_probs)
-    found = rule(block, packed, draft, accept_uniforms, final_uniforms, rows=rows)
+    ragged = rows.to_rows(target_probs)
+    found = rule(block, ragged, draft, accept_uniforms, final_uniforms, rows=rows)
     for i, length in enumerate(lengths):
         one, drafted = slice(i, i + 1), slice(0, length)
         alone = rule(

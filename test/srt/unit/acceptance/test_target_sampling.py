@@ -160,15 +160,15 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
 
 
 def test_rows_of_requests_with_lengths_of_their_own(sampler):
-    """Packed rows are drawn as in whole blocks; slots past a request's rows repeat its last one."""
+    """Ragged rows are drawn as in whole blocks; slots past a request's rows repeat its last one."""
     width, bs, lengths = 4, 3, np.array([1, 3, 0])
     rows = VerifyLayout(bs, width, lengths)
     assert rows.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and rows.bounds[0].tolist() == [0, 2, 6]
     assert rows.slots.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
     assert rows.max_accept.tolist() == lengths.tolist() and rows.max_accept.dtype == torch.int32
     blocks = torch.arange(bs * width).view(bs, width)
-    assert rows.pack(blocks).tolist() == rows.index.tolist()
-    assert rows.unpack(rows.pack(blocks)).tolist() == [[0, 1, 1, 1], [4, 5, 6, 7], [8, 8, 8, 8]]
+    assert rows.to_rows(blocks).tolist() == rows.index.tolist()
+    assert rows.to_blocks(rows.to_rows(blocks)).tolist() == [[0, 1, 1, 1], [4, 5, 6, 7], [8, 8, 8, 8]]
     info = sampling_info({"top_k": 1}, {"temperature": 0.8, "top_k": 1}, {"top_k": 1})
     assert rows.repeat(None) is None
     assert rows.repeat(torch.tensor([[1], [2], [3]])).flatten().tolist() == [1, 1, 2, 2, 2, 2, 3]
@@ -179,7 +179,7 @@ def test_rows_of_requests_with_lengths_of_their_own(sampler):
     drawn, best = target_sampling.draw_target_tokens(
         logits[rows.index].clone(), info, positions.view(bs, width), rows, sampler, masks
     )
-    assert torch.equal(rows.pack(drawn), rows.pack(whole)) and best.shape == (bs, width)
+    assert torch.equal(rows.to_rows(drawn), rows.to_rows(whole)) and best.shape == (bs, width)
     probs, _ = target_sampling.target_probs(logits[rows.index].clone(), info, rows)
     assert torch.equal(probs, target_probs(logits.clone(), info, width)[0].flatten(0, 1)[rows.index])
 

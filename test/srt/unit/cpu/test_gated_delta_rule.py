@@ -30,7 +30,7 @@ def seeded():
 
 
 def random_inputs(tokens):
-    """Return q, k, v, a, b of packed tokens, A_log and dt_bias."""
+    """Return q, k, v, a, b of concatenated tokens, A_log and dt_bias."""
     heads = [(KEY_HEADS, KEY_DIM), (KEY_HEADS, KEY_DIM), (VALUE_HEADS, VALUE_DIM)]
     q, k, v = (torch.randn(1, tokens, *shape) for shape in heads)
     a, b = torch.randn(tokens, VALUE_HEADS), torch.randn(tokens, VALUE_HEADS)

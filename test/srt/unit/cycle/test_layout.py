@@ -23,7 +23,7 @@ def test_rows_are_the_first_slots_of_each_block(lengths, padding):
     rows = [int(blocks[place]) for place in places]
     assert layout.is_rectangle == (len(places) == bs * verify_len and not padding)
     assert layout.shape == (bs, verify_len) and layout.num_rows == len(places) + padding
-    assert layout.pack(blocks).tolist() == rows + rows[:1] * padding
+    assert layout.to_rows(blocks).tolist() == rows + rows[:1] * padding
     assert layout.repeat(None) is None
     assert layout.repeat(torch.arange(bs)).tolist() == [request for request, _ in places] + [0] * padding
     # A slot past a request's rows has its last row.
@@ -31,7 +31,7 @@ def test_rows_are_the_first_slots_of_each_block(lengths, padding):
         [places.index((request, min(slot, length))) for slot in range(verify_len)]
         for request, length in enumerate(lengths)
     ]
-    assert layout.unpack(torch.arange(layout.num_rows)).tolist() == row_of
+    assert layout.to_blocks(torch.arange(layout.num_rows)).tolist() == row_of
     if layout.is_rectangle:
         assert layout.bounds == (None, None)
         return
@@ -45,5 +45,5 @@ def test_rows_are_the_first_slots_of_each_block(lengths, padding):
 def test_whole_blocks_need_no_map(verify_len):
     layout = whole_blocks(3, verify_len)
     blocks = torch.arange(3 * verify_len).view(3, verify_len)
-    assert layout.is_rectangle and torch.equal(layout.unpack(layout.pack(blocks)), blocks)
+    assert layout.is_rectangle and torch.equal(layout.to_blocks(layout.to_rows(blocks)), blocks)
     assert layout.repeat(torch.arange(3)).tolist() == [i for i in range(3) for _ in range(verify_len)]

@@ -62,26 +62,26 @@ def test_a_layout_of_all_requests_of_a_graph():
 
 def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
     """Make backends as they are after the capture, and their runner."""
-    packed = SimpleNamespace(
+    ragged = SimpleNamespace(
         capture_bs=row_sizes(max_requests, BLOCK),
         max_requests=max_requests,
         device="cpu",
         _ragged_capture_slots=lambda rows: min(rows, max_requests),
     )
     runner = SimpleNamespace(attn_backend="whole", decode_cuda_graph_runner="whole")
-    return RowBackends(runner, BLOCK, ("packed", packed)), runner
+    return RowBackends(runner, BLOCK, ("ragged", ragged)), runner
 
 
 def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
     backends, runner = graphs()
     rows = backends.follow(np.array([4, 0, 2]))
-    assert runner.attn_backend == "packed" and rows.verify_len == 5
+    assert runner.attn_backend == "ragged" and rows.verify_len == 5
     assert rows.num_rows == rows.for_graph.graph_num_tokens == 10  # 9 are somebody's
     blocks = torch.arange(15).view(3, 5)
-    assert rows.pack(blocks).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 0]
+    assert rows.to_rows(blocks).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 0]
     assert rows.columns(BLOCK).tolist() == [0, 1, 2, 3, 4, 8, 16, 17, 18, -1]
     logits = torch.arange(10.0)[:, None]
-    assert rows.unpack(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
+    assert rows.to_blocks(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
     assert rows.repeat(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 7, 7, 8, 9, 9, 9, 7]
     assert backends.follow(np.array([4, 0, 2])) is rows
     assert backends.follow(np.array([4, 0, 1])) is not rows

@@ -15,7 +15,7 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import constraints
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import packed_ranges
+from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
@@ -129,5 +129,5 @@ def test_blocks_carry_no_mask():
 
 
 def test_packed_ranges():
-    assert packed_ranges([5, 0, 7], [3, 1, 2], torch.device("cpu")).tolist() == [5, 6, 7, 0, 7, 8]
-    assert packed_ranges([4], [0], torch.device("cpu")).tolist() == []
+    assert ragged_ranges([5, 0, 7], [3, 1, 2], torch.device("cpu")).tolist() == [5, 6, 7, 0, 7, 8]
+    assert ragged_ranges([4], [0], torch.device("cpu")).tolist() == []

@@ -16,7 +16,7 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHOR
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import packed_ranges
+from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
@@ -166,7 +166,7 @@ class Simulation:
             tokens=torch.tensor(
                 [token for row, start in zip(rows, starts) for token in self.texts[row][start:]]
             ),
-            positions=packed_ranges(starts, counts, CPU),
+            positions=ragged_ranges(starts, counts, CPU),
             prefix_lens=starts,
             extend_lens=counts,
             num_running=len(running),

@@ -63,13 +63,13 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
     if block.probs is not None:
         assert block.probs.ids.shape[:2] == (n, width - 1)
         assert (block.probs.prob_of(block.tokens[:, 1:]) == 1).all()
-    packed = cycle.packed(rows)
+    ragged = cycle.with_layout(rows)
     want_tokens, want_positions, want_slots = [], [], []
     for i in range(n):
         for k in range(lengths[i] + 1):
             want_tokens.append(100 * (i + 1) + k if k > 0 and is_drafted[i] else i + 1)
             want_positions.append(int(committed[i]) + k)
             want_slots.append(int(table[i, min(int(committed[i]) + k, 63)]))
-    assert rows.pack(block.tokens).flatten().tolist() == want_tokens
-    assert rows.pack(packed.positions).flatten().tolist() == want_positions
-    assert packed.cache_loc.tolist() == want_slots
+    assert rows.to_rows(block.tokens).flatten().tolist() == want_tokens
+    assert rows.to_rows(ragged.positions).flatten().tolist() == want_positions
+    assert ragged.cache_loc.tolist() == want_slots

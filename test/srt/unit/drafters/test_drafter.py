@@ -38,7 +38,7 @@ def test_an_embedding_for_a_head():
         torch.testing.assert_close(full_logits(hidden, embedding), expected)
 
 
-class PackedMethod:
+class QuantizedMethod:
     """A quant method as SGLang's: it alone can read the weight.
 
     Here int8 rows, transposed, with a scale each.
@@ -56,7 +56,7 @@ def test_a_quantized_head():
     head.weight = torch.nn.Parameter(
         torch.nn.functional.pad(rows.T, (0, padding)).to(torch.int8), requires_grad=False
     )
-    head.scale, head.quant_method = torch.nn.functional.pad(scale, (0, padding)), PackedMethod()
+    head.scale, head.quant_method = torch.nn.functional.pad(scale, (0, padding)), QuantizedMethod()
     hidden = torch.randn(9, 16, generator=generator)
     expected = hidden @ (rows * scale[:, None]).T
     assert torch.equal(greedy_tokens(hidden, head), expected.argmax(dim=-1))
@@ -170,7 +170,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
             expected[request, 1:] = case.logits(hidden)[0 if from_anchor else 1 :].argmax(dim=-1)[: width - 1]
         assert torch.equal(tokens, expected)
 
-        cycle = cycle.packed(whole_blocks(cycle.bs, verify_len or width))
+        cycle = cycle.with_layout(whole_blocks(cycle.bs, verify_len or width))
         states = case.aux_hidden(2 * cycle.verify_len, seed=7).view(2, cycle.verify_len, -1)
         for request, n in enumerate(lengths):
             states[request, : kept[request] + 1] = aux_hidden[request][n : n + kept[request] + 1]

@@ -233,7 +233,7 @@ class Simulation:
                 found = self.reference_logits(r).argmax(dim=-1)
                 expected = [int(self.texts[r, self.lengths[r]]), *(found + self.d2t[found]).tolist()]
                 assert block[row].tolist() == expected, f"request {r} after {self.lengths[r]} tokens"
-        cycle = self.begin_cycle(chosen).packed(whole_blocks(len(chosen), width))
+        cycle = self.begin_cycle(chosen).with_layout(whole_blocks(len(chosen), width))
         # Rejected slots get arbitrary states and tokens.
         verified = torch.randn(
             len(chosen), width, self.states.shape[-1], generator=torch.Generator().manual_seed(9)

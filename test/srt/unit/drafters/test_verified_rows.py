@@ -74,7 +74,7 @@ def test_a_gpu_sees_few_shapes():
         verified = np.maximum(lengths, 1).sum()
         assert verified <= slots.num_rows <= max(verified * 1.25, 4) and slots.verify_len == 7
         sizes.add(slots.num_rows)
-        of_each = slots.unpack(slots.pack(torch.arange(len(lengths) * 7).view(-1, 7)))
+        of_each = slots.to_blocks(slots.to_rows(torch.arange(len(lengths) * 7).view(-1, 7)))
         for request, n in enumerate(lengths):
             assert of_each[request, :n].tolist() == list(range(request * 7, request * 7 + n))
     assert len(sizes) < 30

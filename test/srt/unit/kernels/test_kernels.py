@@ -192,9 +192,9 @@ def test_prepared_rows_at_the_end_of_the_context():
 
 @against_twin
 @given(st.integers(0, 2**31), st.integers(0, 5), st.integers(2, 9), st.booleans(), st.sampled_from([16, 40]))
-def test_append_rows_equals_its_twin(seed, bs, block_size, is_packed, hidden):
+def test_append_rows_equals_its_twin(seed, bs, block_size, is_ragged, hidden):
     """Rows of other requests and rejected rows must stay out, whatever a request had pending."""
-    arguments = seed, bs, min(block_size, 4), block_size, hidden, DEVICE, is_packed
+    arguments = seed, bs, min(block_size, 4), block_size, hidden, DEVICE, is_ragged
     mine, twins = random_appended(*arguments), random_appended(*arguments)
     peagle_rows.append_rows.__wrapped__(*mine)
     peagle_rows.append_rows_torch(*twins)

@@ -20,7 +20,7 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
     whole = np.full(len(block), block.shape[1] - 1)
     rows = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
-    target_probs = rows.pack(target_probs)
+    target_probs = rows.to_rows(target_probs)
     want = REJECTION_RULES[rule](block, target_probs, draft, accept_uniforms, rows)
     got = kernels.walk_blocks_triton(
         block,

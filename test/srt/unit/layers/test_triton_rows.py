@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash.srt.layers.attention.packed_rows import take_layouts, takes_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import GraphLayout, row_sizes, spread_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
@@ -72,10 +72,10 @@ def rows_in_graph(lengths: np.ndarray) -> tuple[VerifyLayout, int]:
 
 
 def assert_reads(found: torch.Tensor, rows: VerifyLayout) -> None:
-    """Compare each request's rows with the map by which the worker packs and reads them."""
+    """Compare each request's rows with the map by which the worker lays them out and reads them."""
     assert found[0] == 0 and found[-1] == rows.num_rows and (found.diff() >= 0).all()
     row = torch.arange(rows.num_rows)
-    wanted = rows.unpack(row)
+    wanted = rows.to_blocks(row)
     for request, (start, stop) in enumerate(zip(found[:-1], found[1:], strict=True)):
         if request < rows.bs:
             assert row[start:stop].tolist() == wanted[request].unique().tolist(), request

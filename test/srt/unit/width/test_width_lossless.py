@@ -73,14 +73,14 @@ def rejection(rule):
         certain = torch.nn.functional.one_hot(block[:, 1:], VOCABULARY).float()
         probs = torch.where(is_copy[:, None, None], certain, DRAFT[anchor])
         draft = DraftProbs(torch.arange(VOCABULARY).expand(probs.shape), probs)
-        return rule(block, rows.pack(TARGET[block]), draft, uniforms[:, 1:], uniforms[:, 0], rows=rows)
+        return rule(block, rows.to_rows(TARGET[block]), draft, uniforms[:, 1:], uniforms[:, 0], rows=rows)
 
     return accept
 
 
 def draw_from_target(block, rows, anchor, is_copy):
     """One-hot drafts: compare drafted tokens with a draw from the target."""
-    draws = rows.unpack(torch.multinomial(rows.pack(TARGET[block]), 1).squeeze(1))
+    draws = rows.to_blocks(torch.multinomial(rows.to_rows(TARGET[block]), 1).squeeze(1))
     found = accept_matching_prefix(block, draws)
     limits = found.accept_len if rows.is_rectangle else rows.max_accept
     return decide(found.accept_len.minimum(limits), draws)

@@ -32,7 +32,7 @@ def causal_conv1d_fn_cpu(
     query_start_loc,
     seq_lens_cpu,
 ):
-    """Convolve packed prompts [channels, tokens], depthwise and causal; advance `conv_states`.
+    """Convolve joined prompts [channels, tokens], depthwise and causal; advance `conv_states`.
 
     `conv_states` is [slots, channels, width - 1], the inputs before a request's first token if
     `has_initial_state`. `query_start_loc` is [bs + 1], the start of each request's tokens.
@@ -147,7 +147,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     index = cu_seqlens.long()[:-1][order, None] + torch.arange(steps)
     index = index.clamp(max=v.shape[1] - 1)
     # [bs, heads, tokens, ...]
-    packed = torch.zeros(v.shape[1:], dtype=torch.float32)  # rows behind the last request's stay zero
+    rows_of_all = torch.zeros(v.shape[1:], dtype=torch.float32)  # rows behind the last request's stay zero
     q, k, v = (x[0, index].transpose(1, 2).float() for x in (q, k, v))
     q, k = _normalized(q, k, value_heads, use_qk_l2norm_in_kernel)
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float(), softplus_beta, softplus_threshold)
@@ -167,14 +167,14 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     if not disable_state_update:
         initial_state_source[slots] = state.to(initial_state_source.dtype)
     is_own = torch.arange(steps) < lengths
-    packed[index[is_own]] = outputs[is_own]
-    return packed[None].to(dtype)
+    rows_of_all[index[is_own]] = outputs[is_own]
+    return rows_of_all[None].to(dtype)
 
 
 def chunk_gated_delta_rule_cpu(
     q, k, v, g, beta, initial_state, cu_seqlens, head_first, use_qk_l2norm_in_kernel, initial_state_indices
 ):
-    """Run packed prompts, `CHUNK` tokens at a time; advance the pool `initial_state`.
+    """Run joined prompts, `CHUNK` tokens at a time; advance the pool `initial_state`.
 
     `q` and `k` are [1, tokens, key heads, key dim]; `v` is [1, tokens, value heads, value dim]; `g` (log
     decay) and `beta` are [1, tokens, value heads]; `cu_seqlens` is [bs + 1].
@@ -235,8 +235,8 @@ def chunk_gated_delta_rule_cpu(
         end = begin * whole_decay[now] + k[now].transpose(-1, -2) @ values
         state = torch.cat([end, state[num_active:]])
     initial_state[slots[order]] = state.transpose(-1, -2).to(initial_state.dtype)
-    packed = outputs.transpose(1, 2).reshape(-1, value_heads, v.shape[-1])[rows]
-    return packed[None].to(dtype), None, at_chunks[None]
+    rows_of_all = outputs.transpose(1, 2).reshape(-1, value_heads, v.shape[-1])[rows]
+    return rows_of_all[None].to(dtype), None, at_chunks[None]
 
 
 def _normalized(q, k, value_heads, use_l2norm):

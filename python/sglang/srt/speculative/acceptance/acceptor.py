@@ -199,7 +199,7 @@ class Acceptor:
         assert self._rule is not None and block.probs is not None
         probs, max_logits = target_probs(logits, sampling_info, rows)
         if masks.are_requested:
-            masks.probs = rows.unpack(probs)
+            masks.probs = rows.to_blocks(probs)
         uniforms = torch.rand(block.tokens.shape, device=logits.device)
         accept_len, tokens = accept_drawn(
             self._rule,

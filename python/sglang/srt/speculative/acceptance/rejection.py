@@ -99,7 +99,7 @@ def accept_standard(
 
 def _slots_and_lengths(rows: VerifyLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row of each slot [bs, B] int64, and drafted tokens to verify [bs]."""
-    slots = rows.unpack(torch.arange(rows.num_rows, device=device))
+    slots = rows.to_blocks(torch.arange(rows.num_rows, device=device))
     return slots, torch.as_tensor(rows.num_draft_tokens, device=device)
 
 

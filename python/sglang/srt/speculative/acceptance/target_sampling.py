@@ -127,7 +127,7 @@ def draw_target_tokens(
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
         max_logits, tokens = logits.max(dim=-1)
-        return rows.unpack(tokens), rows.unpack(max_logits)
+        return rows.to_blocks(tokens), rows.to_blocks(max_logits)
     max_logits, most_likely = replace_broken_rows(logits)
     per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*PER_REQUEST, "sampling_seed")}
     masks.drawn.next_token_logits = logits
@@ -140,11 +140,11 @@ def draw_target_tokens(
         return_logprob=False,
         top_logprobs_nums=[],
         token_ids_logprobs=[],
-        positions=rows.pack(positions),
+        positions=rows.to_rows(positions),
     )
     if not masks.are_requested:  # a mask tells what the sampler drew
         drawn = torch.where(per_row["top_ks"] > 1, drawn, most_likely)
-    return rows.unpack(drawn.long()), rows.unpack(max_logits)
+    return rows.to_blocks(drawn.long()), rows.to_blocks(max_logits)
 
 
 def target_probs(
@@ -173,7 +173,7 @@ def target_probs(
     for some in slices_of_rows(*logits.shape):
         torch.softmax(logits[some].float() / per_row["temperatures"][some], dim=-1, out=probs[some])
         _filter(probs[some], {name: values[some] for name, values in per_row.items()}, sampling_info)
-    return probs, rows.unpack(max_logits)
+    return probs, rows.to_blocks(max_logits)
 
 
 # Sorting so many float32 takes about 0.4 GB of temporary memory.

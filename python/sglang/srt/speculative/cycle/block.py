@@ -119,7 +119,7 @@ class Cycle:
             spread=None if self.spread is None else [self.spread[i] for i in on_host],
         )
 
-    def packed(self, layout: VerifyLayout) -> "Cycle":
+    def with_layout(self, layout: VerifyLayout) -> "Cycle":
         """Keep the verified slots of each block."""
         if layout is self.layout:
             return self

@@ -21,7 +21,7 @@ def on_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     return tensor.to(device, non_blocking=True)
 
 
-def packed_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
+def ragged_ranges(starts: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """Count up from each request's start, request after request: [sum(counts)] int64.
 
     Computed on the device: a copy of more than 64 KB from ordinary host memory would wait for the stream.

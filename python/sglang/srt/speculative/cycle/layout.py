@@ -1,4 +1,4 @@
-"""Packed rows of the first slots of blocks, of a verify forward or of the draft's head."""
+"""Ragged rows of the first slots of blocks, of a verify forward or of the draft's head."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from sglang_dflash.srt.speculative.cycle.host import on_device
 
 
 class VerifyLayout:
-    """Map between blocks [bs, W] and the packed rows [T] of their verify forward.
+    """Map between blocks [bs, W] and the ragged rows [T] of their verify forward.
 
     A request verifies its anchor and L_i drafted tokens. Its L_i + 1 rows follow each other, and W is the
     largest L_i + 1. Values per slot stay rectangles. A slot past a request's rows repeats its last row's
@@ -88,12 +88,12 @@ class VerifyLayout:
         """T."""
         return self.bs * self.verify_len if self.is_rectangle else self.index.numel()
 
-    def pack(self, blocks: torch.Tensor) -> torch.Tensor:
+    def to_rows(self, blocks: torch.Tensor) -> torch.Tensor:
         """Take the rows of values per slot: [bs, W, ...] -> [T, ...]."""
         flat = blocks.flatten(0, 1)
         return flat if self.is_rectangle else flat[self.index]
 
-    def unpack(self, rows: torch.Tensor) -> torch.Tensor:
+    def to_blocks(self, rows: torch.Tensor) -> torch.Tensor:
         """Give each slot the value of its row: [T, ...] -> [bs, W, ...]."""
         return rows.view(*self.shape, *rows.shape[1:]) if self.is_rectangle else rows[self.slots]
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_dflash.srt.speculative.cycle.host import packed_ranges, table_rows
+from sglang_dflash.srt.speculative.cycle.host import ragged_ranges, table_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Tokens of one prefill, packed request after request. Fixed before the target's forward.
+    """Tokens of one prefill, request after request. Fixed before the target's forward.
 
     Attributes:
         req_pool_indices: [bs] int64, rows of the request table.
@@ -70,7 +70,7 @@ class Prompts:
         return cls(
             req_pool_indices=batch.req_pool_indices,
             tokens=batch.input_ids,
-            positions=packed_ranges(batch.prefix_lens, batch.extend_lens, batch.device),
+            positions=ragged_ranges(batch.prefix_lens, batch.extend_lens, batch.device),
             prefix_lens=list(batch.prefix_lens),
             extend_lens=list(batch.extend_lens),
             num_running=num_running,

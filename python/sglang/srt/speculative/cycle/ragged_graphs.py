@@ -16,7 +16,7 @@ import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
-from sglang_dflash.srt.layers.attention.packed_rows import take_layouts, takes_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
 from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
@@ -139,13 +139,13 @@ class RowBackends:
     Args:
         runner: the target's, which has the pair for whole blocks.
         block_size: slots of a block, B.
-        packed: the backend and the graph runner for other rows.
+        ragged: the backend and the graph runner for other rows.
     """
 
-    def __init__(self, runner: Any, block_size: int, packed: tuple[Any, Any]):
-        self._runner, self._block_size, self._packed = runner, block_size, packed
+    def __init__(self, runner: Any, block_size: int, ragged: tuple[Any, Any]):
+        self._runner, self._block_size, self._ragged = runner, block_size, ragged
         self._whole = runner.attn_backend, runner.decode_cuda_graph_runner
-        self.sizes, self._is_whole = packed[1].capture_bs, True
+        self.sizes, self._is_whole = ragged[1].capture_bs, True
         self._latest = b"", whole_blocks(0, block_size)
 
     @classmethod
@@ -170,7 +170,7 @@ class RowBackends:
         """
         is_whole = needs_rectangle or bool((lengths == self._block_size - 1).all())
         if is_whole != self._is_whole:  # else the runner keeps its own: SGLang may have captured it anew
-            pair = self._whole if is_whole else self._packed
+            pair = self._whole if is_whole else self._ragged
             self._runner.attn_backend, self._runner.decode_cuda_graph_runner = pair
             self._is_whole = is_whole
         if is_whole:
@@ -181,7 +181,7 @@ class RowBackends:
         return self._latest[1]
 
     def _lay_out(self, lengths: np.ndarray) -> VerifyLayout:
-        graphs, counts = self._packed[1], (lengths + 1).tolist()
+        graphs, counts = self._ragged[1], (lengths + 1).tolist()
         num_rows = sum(counts)
         if len(counts) <= graphs.max_requests:
             num_rows = self.sizes[int(np.searchsorted(self.sizes, num_rows))]

@@ -16,7 +16,7 @@ from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 def multimodal_positions(
     runner: Any, batch: Any, rows: VerifyLayout, positions: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the M-RoPE positions [3, T] int64 of packed rows with positions [T] int64.
+    """Return the M-RoPE positions [3, T] int64 of ragged rows with positions [T] int64.
 
     None: SGLang computes them, or the target has none. SGLang computes them for blocks of one width. All rows
     follow the prompt, so the three are one: the row's position, and what the request's pictures add to it.
@@ -38,14 +38,14 @@ def verify(
     [T, vocab] and the aux hidden states of every row.
     """
     rows = cycle.layout
-    tokens = rows.pack(block.tokens)
+    tokens = rows.to_rows(block.tokens)
     seq_lens_cpu = cycle.committed_host + cycle.verify_len
     batch.input_ids = tokens
     batch.out_cache_loc = cycle.cache_loc
     batch.forward_mode = ForwardMode.TARGET_VERIFY
     batch.seq_lens_cpu = seq_lens_cpu
     batch.seq_lens_sum = sum(seq_lens_cpu.tolist())
-    positions = rows.pack(cycle.positions)
+    positions = rows.to_rows(cycle.positions)
     batch.spec_info = DFlashVerifyInput.for_target(rows, tokens, positions, cycle.spread)
     forward_batch = ForwardBatch.init_new(
         batch,

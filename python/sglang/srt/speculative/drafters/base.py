@@ -119,7 +119,7 @@ class Drafter(abc.ABC):
             Tokens [bs, S] int64, and the distributions they were drawn from.
         """
         if sampling_info is None:
-            return slots.unpack(self._model.draft_tokens(rows)), None
+            return slots.to_blocks(self._model.draft_tokens(rows)), None
         return draw_drafts(self._model, rows, slots, sampling_info)
 
     def _complete(
@@ -133,7 +133,7 @@ class Drafter(abc.ABC):
             return DraftBlock(anchors.contiguous())
         else:
             slots = drafted_slots(tuple(lengths.tolist()), hidden.shape[1], hidden.device, hidden.is_cuda)
-        rows = slots.pack(hidden[:, : slots.verify_len])
+        rows = slots.to_rows(hidden[:, : slots.verify_len])
         drafted, probs = self.fill(rows, slots, anchors.squeeze(1), sampling_info)
         return DraftBlock(torch.cat((anchors, drafted), dim=1), probs)
 

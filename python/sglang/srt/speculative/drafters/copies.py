@@ -22,7 +22,7 @@ from sglang_dflash.kernels.ops.speculative.copy_ahead import append_tokens, copy
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import on_device, packed_ranges
+from sglang_dflash.srt.speculative.cycle.host import on_device, ragged_ranges
 from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
@@ -258,7 +258,7 @@ class CopySource:
         tokens = on_device(
             np.concatenate([np.asarray(t, dtype=np.int64) for t in texts]), torch.int64, rows.device
         )
-        positions = packed_ranges([0] * len(counts), counts, rows.device)
+        positions = ragged_ranges([0] * len(counts), counts, rows.device)
         self.history[_repeated(rows, counts, tokens.numel()), positions] = self._valid(tokens)
 
 

@@ -172,7 +172,7 @@ class DFlashDrafter(Drafter):
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
-        rows = ContextRows(aux_hidden, cycle.layout.pack(cycle.positions), cache_loc)
+        rows = ContextRows(aux_hidden, cycle.layout.to_rows(cycle.positions), cache_loc)
         if may_wait and self.defers_anchor_only_cycles:
             self._defer(cycle, rows, accepted)
             return
@@ -196,7 +196,7 @@ class DFlashDrafter(Drafter):
         else:
             # A later cycle has other rows for the slots of rejected ones.
             slots = torch.arange(cycle.verify_len, device=requests.device)
-            is_kept = cycle.layout.pack(slots <= accepted.accept_len[:, None])
+            is_kept = cycle.layout.to_rows(slots <= accepted.accept_len[:, None])
             kept = ContextRows(*(column[is_kept] for column in rows))
         self._deferred.append(kept)
 
@@ -258,7 +258,7 @@ class DFlash2Drafter(DFlashDrafter):
     def fill(
         self, rows: torch.Tensor, slots: VerifyLayout, anchors: torch.Tensor, sampling_info: Any = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
-        candidates = Candidates(*map(slots.unpack, self._model.candidates(rows)))
+        candidates = Candidates(*map(slots.to_blocks, self._model.candidates(rows)))
         return self._walk(candidates, anchors, sampling_info)
 
     def _walk(

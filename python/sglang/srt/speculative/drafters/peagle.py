@@ -52,7 +52,7 @@ from sglang_dflash.kernels.ops.speculative.peagle_rows import (
 from sglang_dflash.srt.models.block_draft import DraftOutput
 from sglang_dflash.srt.models.peagle import PEagleRows
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import packed_ranges
+from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
@@ -294,7 +294,7 @@ class PEagleDrafter(Drafter):
             return
         prefix, extend = prefix[chosen], extend[chosen]
         device = fused.device
-        rows = packed_ranges(first_rows[chosen].tolist(), extend.tolist(), device)
+        rows = ragged_ranges(first_rows[chosen].tolist(), extend.tolist(), device)
         lengths = prefix + extend
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.EXTEND,

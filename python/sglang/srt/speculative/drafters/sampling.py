@@ -93,7 +93,7 @@ def draw_drafts(
         likeliest(model.logits(rows[some]), temperature[some])
         for some in slices_of_rows(rows.shape[0], model.draft.draft_vocab_size)
     ]
-    ids, probs = (slots.unpack(torch.cat(part)).flatten(0, 1) for part in zip(*parts, strict=True))
+    ids, probs = (slots.to_blocks(torch.cat(part)).flatten(0, 1) for part in zip(*parts, strict=True))
     uniforms = torch.rand(slots.shape, device=rows.device)
     return choose_tokens(
         ids,

@@ -11,7 +11,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_lora, get_observability
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
-from sglang_dflash.srt.layers.attention.packed_rows import verifies_packed_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import verifies_ragged_rows
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     AnyRows,
@@ -148,7 +148,7 @@ def reason_for_whole_blocks(runner: Any) -> str:
         reason := reason_for_one_width(runner, backend)
     ):
         return reason
-    if mambaish_config(runner.model_config) is not None and not verifies_packed_rows(runner.attn_backend):
+    if mambaish_config(runner.model_config) is not None and not verifies_ragged_rows(runner.attn_backend):
         return "the target's recurrent states are of blocks of one width"
     return "SGLang applies adapters to blocks of one width" if get_lora().enable_lora else ""
 

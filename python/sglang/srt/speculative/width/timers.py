@@ -153,7 +153,7 @@ class VerifyTimer(CycleTimer):
         drafter, size = self._worker.drafter, plan.verify_len
         cycle = Cycle.begin(batch, self.runner, drafter.mask_token_id, size)
         tokens = torch.zeros_like(cycle.tokens)
-        verify(self._worker.target_worker, batch, cycle.packed(plan.layout), DraftBlock(tokens))
+        verify(self._worker.target_worker, batch, cycle.with_layout(plan.layout), DraftBlock(tokens))
 
 
 def seconds_overlapped(worker: Any, run: Callable[[Any], Any], batches: Sequence[Any]) -> tuple[float, float]:

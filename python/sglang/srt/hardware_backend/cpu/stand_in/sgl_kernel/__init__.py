@@ -30,18 +30,18 @@ def assign_req_to_token_pool_cpu(
 ):
     """Write freshly allocated slots into the request table.
 
-    `out_cache_loc` [sum(end - start)] is packed request by request; row i fills columns start[i]..end[i]-1 of
+    `out_cache_loc` [sum(end - start)] holds request after request; row i fills columns start[i]..end[i]-1 of
     `req_to_token` [max_reqs, pool_len].
     """
-    rows, columns = _packed_rows_and_columns(req_pool_indices, start_offset, end_offset)
+    rows, columns = _rows_and_columns(req_pool_indices, start_offset, end_offset)
     req_to_token[rows, columns] = out_cache_loc[: rows.numel()].to(req_to_token.dtype)
 
 
 def assign_extend_cache_locs_cpu(
     req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, pool_len
 ):
-    """Read columns start[i]..end[i]-1 of every request into `out_cache_loc`, packed."""
-    rows, columns = _packed_rows_and_columns(req_pool_indices, start_offset, end_offset)
+    """Read columns start[i]..end[i]-1 of every request into `out_cache_loc`, joined."""
+    rows, columns = _rows_and_columns(req_pool_indices, start_offset, end_offset)
     out_cache_loc[: rows.numel()] = req_to_token[rows, columns].to(out_cache_loc.dtype)
 
 
@@ -82,7 +82,7 @@ def _rotate_left_32(word, bits):
     return ((word << bits) | (word >> (32 - bits))) & 0xFFFFFFFF
 
 
-def _packed_rows_and_columns(req_pool_indices, start_offset, end_offset):
+def _rows_and_columns(req_pool_indices, start_offset, end_offset):
     lengths = (end_offset - start_offset).long()
     owner = _torch.repeat_interleave(_torch.arange(lengths.numel()), lengths)
     first = _torch.cumsum(lengths, 0) - lengths

@@ -1,6 +1,6 @@
-"""SGLang's attention for packed rows: requests of one verify have different numbers.
+"""SGLang's attention for ragged rows: requests of one verify have different numbers.
 
-GatedDeltaNet: S requests, those that pad a CUDA graph included; W slots of a block; T packed rows of all
+GatedDeltaNet: S requests, those that pad a CUDA graph included; W slots of a block; T ragged rows of all
 requests. Triton's kernel reads each request's first row from `qo_indptr`, so it takes any layout; only the
 preparation of a verify forward assumes blocks of one width.
 """
@@ -14,7 +14,7 @@ import torch
 
 
 def map_rows(starts: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Map between packed rows and blocks, without a host read: a CUDA graph can record it.
+    """Map between ragged rows and blocks, without a host read: a CUDA graph can record it.
 
     Args:
         starts: [S + 1] int32, the first row of each request. Its last entry is `num_rows`.
@@ -33,7 +33,7 @@ def map_rows(starts: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Ten
     return rows.clamp(max=num_rows - 1), request * width + row - first[request]
 
 
-def verifying_packed_rows() -> Callable[..., Any]:
+def make_gdn_forward_extend() -> Callable[..., Any]:
     """Build `GDNAttnBackend.forward_extend`, which also verifies different numbers of rows.
 
     SGLang's verifies blocks of one width. The recurrence's Triton kernel takes requests of any length. The
@@ -81,8 +81,8 @@ def verifying_packed_rows() -> Callable[..., Any]:
             intermediate_conv_window=cache.intermediate_conv_window[0],
             intermediate_state_indices=scratch,
         )
-        packed = convolved.transpose(1, 2).flatten(0, 1)[self.slots_of_rows]
-        query, key, value = packed.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
+        rows = convolved.transpose(1, 2).flatten(0, 1)[self.slots_of_rows]
+        query, key, value = rows.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
         return self.kernel_dispatcher.tree_verify_kernel.target_verify(  # Triton's, also beside FlashInfer's
             A_log=layer.A_log,
             dt_bias=layer.dt_bias,
@@ -100,21 +100,21 @@ def verifying_packed_rows() -> Callable[..., Any]:
             retrieve_parent_token=None,
         )
 
-    forward_extend.takes_packed_rows = True  # type: ignore[attr-defined]
+    forward_extend.takes_ragged_rows = True  # type: ignore[attr-defined]
     return forward_extend
 
 
-def verifies_packed_rows(attention: Any) -> bool:
-    """Tell whether a hybrid attention backend's recurrent half takes packed rows."""
+def verifies_ragged_rows(attention: Any) -> bool:
+    """Return whether a hybrid attention backend's recurrent half takes ragged rows."""
     linear: Any = getattr(attention, "linear_attn_backend", None)
-    if not getattr(getattr(type(linear), "forward_extend", None), "takes_packed_rows", False):
+    if not getattr(getattr(type(linear), "forward_extend", None), "takes_ragged_rows", False):
         return False
     # None: the states are in ReplaySSM's ring instead.
     return linear.req_to_token_pool.mamba_pool.mamba_cache.intermediate_ssm is not None
 
 
 def takes_rows(backend: Any) -> bool:
-    """Tell whether `take_layouts` fits a backend.
+    """Return whether `take_layouts` fits a backend.
 
     The kernel of deterministic inference has its own preparation, which divides rows evenly.
     """
