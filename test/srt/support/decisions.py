@@ -28,10 +28,10 @@ def decide(accept_len: torch.Tensor, out_tokens: torch.Tensor) -> Decision:
 def rule_of(name: str) -> Callable[..., Decision]:
     """Return a rule with a named result. `name`: a key of REJECTION_RULES."""
 
-    def run(block: Any, target_probs: Any, *args: Any, rows: VerifyLayout | None = None) -> Decision:
-        """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `rows`."""
+    def run(block: Any, target_probs: Any, *args: Any, layout: VerifyLayout | None = None) -> Decision:
+        """Run the rule. target_probs: [T, V], or [bs, B, V] of whole blocks without `layout`."""
         flat = target_probs.flatten(0, -2)
-        return decide(*accept_drawn(name, block, flat, *args, rows or whole_blocks(*block.shape)))
+        return decide(*accept_drawn(name, block, flat, *args, layout or whole_blocks(*block.shape)))
 
     run.__name__ = name
     return run

@@ -352,7 +352,7 @@ class DFlashWorker(BaseSpecWorker):
             penalties=self.penalties,
             chains=chains,
             grammar_barrier=grammar_barrier,
-            rows=layout,
+            layout=layout,
         )
         # Accept: decide which tokens are output, and tell SGLang.
         accepted = self.acceptor.accept(

@@ -143,7 +143,7 @@ def sampling_headroom(worker: Any) -> int:
         logits,
         sampling_info=info,
         positions=positions,
-        rows=layout,
+        layout=layout,
         sampler=runner.sampler,
         masks=masks,
     )
@@ -193,5 +193,5 @@ def prewarm_probabilistic_step(
         weight=weight,
         draft=draft,
         final_uniforms=zeros,
-        rows=rows,
+        layout=rows,
     )

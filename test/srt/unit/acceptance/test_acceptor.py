@@ -55,9 +55,11 @@ def batch_of(*requests: dict, **fields) -> SimpleNamespace:
     return SimpleNamespace(sampling_info=sampling_info(*requests), reqs=reqs, **defaults | fields)
 
 
-def cycle_of(rows: VerifyLayout) -> SimpleNamespace:
-    slots = torch.arange(rows.bs * rows.verify_len).view(rows.bs, rows.verify_len)
-    return SimpleNamespace(layout=rows, committed=10 * torch.arange(1, rows.bs + 1), positions=100 + slots)
+def cycle_of(layout: VerifyLayout) -> SimpleNamespace:
+    slots = torch.arange(layout.bs * layout.verify_len).view(layout.bs, layout.verify_len)
+    return SimpleNamespace(
+        layout=layout, committed=10 * torch.arange(1, layout.bs + 1), positions=100 + slots
+    )
 
 
 def drawn_evenly(bs: int) -> DraftBlock:
@@ -297,9 +299,9 @@ def test_simulated_lengths_are_cut_at_what_is_verified_and_at_caps(is_drawn, sim
     assert accepted.committed.tolist() == [12, 24, 33]
 
 
-def launches_of(simulation: Any, rows: VerifyLayout, monkeypatch) -> Counter[str]:
+def launches_of(simulation: Any, layout: VerifyLayout, monkeypatch) -> Counter[str]:
     """Return the operations of a greedy acceptance after the first one, `accept_blocks` as one."""
-    decided = AcceptedBlocks(*torch.zeros(6, rows.bs, 1, dtype=torch.int64))
+    decided = AcceptedBlocks(*torch.zeros(6, layout.bs, 1, dtype=torch.int64))
     operations = launches._Operations()
 
     def accept_blocks(*_, **__):
@@ -308,9 +310,9 @@ def launches_of(simulation: Any, rows: VerifyLayout, monkeypatch) -> Counter[str
 
     monkeypatch.setattr(acceptor_module, "accept_blocks", accept_blocks)
     acceptor = make_acceptor(Sampler(), simulation=simulation)
-    block, batch = DraftBlock(drawn_evenly(rows.bs).tokens), batch_of(*[GREEDY] * rows.bs)
+    block, batch = DraftBlock(drawn_evenly(layout.bs).tokens), batch_of(*[GREEDY] * layout.bs)
     for _ in range(2):
-        cycle, logits = cycle_of(rows), torch.randn(rows.num_rows, VOCABULARY)
+        cycle, logits = cycle_of(layout), torch.randn(layout.num_rows, VOCABULARY)
         operations.seen.clear()
         with operations:
             accept(acceptor, batch, cycle, block, logits)

@@ -49,7 +49,7 @@ def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed)
     lengths = np.random.default_rng(seed).integers(0, width, bs)
     rows = VerifyLayout(bs, width, lengths)
     ragged = rows.to_rows(target_probs)
-    found = rule(block, ragged, draft, accept_uniforms, final_uniforms, rows=rows)
+    found = rule(block, ragged, draft, accept_uniforms, final_uniforms, layout=rows)
     for i, length in enumerate(lengths):
         one, drafted = slice(i, i + 1), slice(0, length)
         alone = rule(

@@ -42,11 +42,11 @@ def make_backend() -> TritonAttnBackend:
     return backend
 
 
-def forward_of(rows: VerifyLayout, num_requests: int) -> SimpleNamespace:
+def forward_of(layout: VerifyLayout, num_requests: int) -> SimpleNamespace:
     """Return the fields of a forward batch that the preparation reads. Requests beyond `rows.bs` pad it."""
-    tokens = torch.zeros(rows.num_rows, dtype=torch.int64)
+    tokens = torch.zeros(layout.num_rows, dtype=torch.int64)
     lengths = torch.ones(num_requests, dtype=torch.int64)
-    lengths[: rows.bs] = torch.arange(20, 20 + rows.bs)
+    lengths[: layout.bs] = torch.arange(20, 20 + layout.bs)
     return SimpleNamespace(
         batch_size=num_requests,
         forward_mode=ForwardMode.TARGET_VERIFY,
@@ -56,7 +56,7 @@ def forward_of(rows: VerifyLayout, num_requests: int) -> SimpleNamespace:
         encoder_lens=None,
         kv_loc_plan=None,
         out_cache_loc=tokens,
-        spec_info=DFlashVerifyInput.for_target(rows, tokens, tokens),
+        spec_info=DFlashVerifyInput.for_target(layout, tokens, tokens),
     )
 
 
@@ -71,13 +71,13 @@ def rows_in_graph(lengths: np.ndarray) -> tuple[VerifyLayout, int]:
     return VerifyLayout(len(lengths), int(lengths.max()) + 1, lengths, for_graph=layout), slots
 
 
-def assert_reads(found: torch.Tensor, rows: VerifyLayout) -> None:
+def assert_reads(found: torch.Tensor, layout: VerifyLayout) -> None:
     """Compare each request's rows with the map by which the worker lays them out and reads them."""
-    assert found[0] == 0 and found[-1] == rows.num_rows and (found.diff() >= 0).all()
-    row = torch.arange(rows.num_rows)
-    wanted = rows.to_blocks(row)
+    assert found[0] == 0 and found[-1] == layout.num_rows and (found.diff() >= 0).all()
+    row = torch.arange(layout.num_rows)
+    wanted = layout.to_blocks(row)
     for request, (start, stop) in enumerate(zip(found[:-1], found[1:], strict=True)):
-        if request < rows.bs:
+        if request < layout.bs:
             assert row[start:stop].tolist() == wanted[request].unique().tolist(), request
 
 

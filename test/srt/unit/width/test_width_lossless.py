@@ -73,7 +73,7 @@ def rejection(rule):
         certain = torch.nn.functional.one_hot(block[:, 1:], VOCABULARY).float()
         probs = torch.where(is_copy[:, None, None], certain, DRAFT[anchor])
         draft = DraftProbs(torch.arange(VOCABULARY).expand(probs.shape), probs)
-        return rule(block, rows.to_rows(TARGET[block]), draft, uniforms[:, 1:], uniforms[:, 0], rows=rows)
+        return rule(block, rows.to_rows(TARGET[block]), draft, uniforms[:, 1:], uniforms[:, 0], layout=rows)
 
     return accept
 

@@ -151,14 +151,14 @@ class Acceptor:
         accept_len = None  # `accept_blocks` decides
         if block.probs is not None:
             accept_len, tokens, max_logits = self._reject(
-                sampling_info, block=block, logits=logits, rows=layout, masks=masks
+                sampling_info, block=block, logits=logits, layout=layout, masks=masks
             )
         else:
             tokens, max_logits = draw_target_tokens(
                 logits,
                 sampling_info=sampling_info,
                 positions=cycle.positions,
-                rows=layout,
+                layout=layout,
                 sampler=self._sampler,
                 masks=masks,
             )
@@ -192,14 +192,14 @@ class Acceptor:
         sampling_info: Any,
         block: DraftBlock,
         logits: torch.Tensor,
-        rows: VerifyLayout,
+        layout: VerifyLayout,
         masks: SamplingMasks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule: rank 0's accept lengths, its output tokens, the largest logits."""
         assert self._rule is not None and block.probs is not None
-        probs, max_logits = target_probs(logits, sampling_info, rows)
+        probs, max_logits = target_probs(logits, sampling_info, layout)
         if masks.are_requested:
-            masks.probs = rows.to_blocks(probs)
+            masks.probs = layout.to_blocks(probs)
         uniforms = torch.rand(block.tokens.shape, device=logits.device)
         accept_len, tokens = accept_drawn(
             self._rule,
@@ -208,7 +208,7 @@ class Acceptor:
             draft=block.probs,
             accept_uniforms=uniforms[:, 1:],
             final_uniforms=uniforms[:, 0],
-            rows=rows,
+            layout=layout,
         )
         site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if self._tp_sync.enabled(site):  # one broadcast for both

@@ -121,7 +121,7 @@ class Penalties:
         self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
 
     def penalize_block(
-        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, rows: VerifyLayout
+        self, batch: Any, block: torch.Tensor, logits: torch.Tensor, layout: VerifyLayout
     ) -> None:
         """Penalize the logits of a block, in place.
 
@@ -129,10 +129,10 @@ class Penalties:
             batch: the scheduler's.
             block: [bs, B] int64, drafted after its first column.
             logits: [T, vocab] of the verified rows.
-            rows: verified slots.
+            layout: verified slots.
         """
         terms = _terms_of(batch.reqs, self._shape[1], self._device)
-        starts, max_accept = rows.bounds
+        starts, max_accept = layout.bounds
         penalize_block(
             logits,
             block=block,
@@ -159,7 +159,7 @@ def constrain(
     penalties: Penalties,
     chains: GrammarTree | None,
     grammar_barrier: Any,
-    rows: VerifyLayout,
+    layout: VerifyLayout,
 ) -> None:
     """Apply all that shapes a request's logits to the verify logits, in place.
 
@@ -172,16 +172,16 @@ def constrain(
         penalties: counts of emitted tokens.
         chains: the blocks on their way to the host. None: nothing reads them there.
         grammar_barrier: SGLang's, waits until the grammars are up to date.
-        rows: verified slots. With custom logit processors, all requests verify as many.
+        layout: verified slots. With custom logit processors, all requests verify as many.
     """
     info = batch.sampling_info
     if Penalties.are_requested(info):
-        penalties.penalize_block(batch, block, logits, rows)
+        penalties.penalize_block(batch, block, logits, layout)
     if info.logit_bias is not None:
-        if rows.is_rectangle:
+        if layout.is_rectangle:
             logits.view(*block.shape, -1).add_(info.logit_bias[:, None])
         else:
-            logits.add_(rows.repeat(info.logit_bias))
+            logits.add_(layout.repeat(info.logit_bias))
     if batch.has_grammar:
         mask = build_grammar_vocab_mask(
             reqs=batch.reqs,
@@ -191,8 +191,8 @@ def constrain(
             barrier=grammar_barrier,
         )
         if mask is not None:
-            if not rows.is_rectangle:
-                mask = mask._replace(vocab_mask=mask.vocab_mask[rows.index])
+            if not layout.is_rectangle:
+                mask = mask._replace(vocab_mask=mask.vocab_mask[layout.index])
             mask.apply(logits)
     if info.has_custom_logit_processor:
         apply_processors(batch, logits.view(*block.shape, -1), chains)

@@ -26,7 +26,7 @@ def accept_drawn(
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
     final_uniforms: torch.Tensor,
-    rows: VerifyLayout,
+    layout: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drawn tokens by a rule.
 
@@ -41,11 +41,11 @@ def accept_drawn(
         draft: distributions that columns 1.. were drawn from.
         accept_uniforms: [bs, B - 1] in [0, 1), independent of the drafting.
         final_uniforms: [bs] in [0, 1), independent of all others.
-        rows: verified slots, chosen before any of these draws. A chain that is kept to its last verified slot
-            counts as a whole block.
+        layout: verified slots, chosen before any of these draws. A chain that is kept to its last verified
+            slot counts as a whole block.
     """
     if block.is_cuda:
-        starts, max_accept = rows.bounds
+        starts, max_accept = layout.bounds
         accept_len, weight = walk_blocks_triton(
             block,
             target_probs=target_probs,
@@ -58,7 +58,7 @@ def accept_drawn(
         )
     else:
         accept_len, weight = REJECTION_RULES[rule](
-            block, target_probs=target_probs, draft=draft, accept_uniforms=accept_uniforms, rows=rows
+            block, target_probs=target_probs, draft=draft, accept_uniforms=accept_uniforms, layout=layout
         )
     return draw_final_tokens(
         block,
@@ -67,7 +67,7 @@ def accept_drawn(
         weight=weight,
         draft=draft,
         final_uniforms=final_uniforms,
-        rows=rows,
+        layout=layout,
     )
 
 
@@ -76,7 +76,7 @@ def accept_standard(
     target_probs: torch.Tensor,
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
-    rows: VerifyLayout,
+    layout: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept drafted tokens one by one, by standard rejection.
 
@@ -89,7 +89,7 @@ def accept_standard(
     Returns accept lengths [bs] int32 and weights [bs] float64, which are always 1.
     """
     drafted = block[:, 1:]
-    slots, lengths = _slots_and_lengths(rows, block.device)
+    slots, lengths = _slots_and_lengths(layout, block.device)
     # A product instead of u < p / q, so that q may be zero.
     is_accepted = accept_uniforms.double() * draft.prob_of(drafted) < target_probs[slots[:, :-1], drafted]
     is_accepted &= torch.arange(drafted.shape[1], device=block.device) < lengths[:, None]
@@ -97,10 +97,10 @@ def accept_standard(
     return accept_len, torch.ones_like(accept_len, dtype=torch.float64)
 
 
-def _slots_and_lengths(rows: VerifyLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots_and_lengths(layout: VerifyLayout, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the row of each slot [bs, B] int64, and drafted tokens to verify [bs]."""
-    slots = rows.to_blocks(torch.arange(rows.num_rows, device=device))
-    return slots, torch.as_tensor(rows.num_draft_tokens, device=device)
+    slots = layout.to_blocks(torch.arange(layout.num_rows, device=device))
+    return slots, torch.as_tensor(layout.num_draft_tokens, device=device)
 
 
 def accept_block_verification(
@@ -108,7 +108,7 @@ def accept_block_verification(
     target_probs: torch.Tensor,
     draft: DraftProbs,
     accept_uniforms: torch.Tensor,
-    rows: VerifyLayout,
+    layout: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the longest accepted prefix of each block, by block verification.
 
@@ -125,7 +125,7 @@ def accept_block_verification(
     """
     width = block.shape[1]
     drafted = block[:, 1:]
-    slots, lengths = _slots_and_lengths(rows, block.device)
+    slots, lengths = _slots_and_lengths(layout, block.device)
     ratios = target_probs[slots[:, :-1], drafted] / draft.prob_of(drafted).double()
     accept_len = torch.zeros(len(block), dtype=torch.int32, device=block.device)
     prefix_weight = weight = torch.ones_like(accept_len, dtype=torch.float64)
@@ -152,7 +152,7 @@ def draw_final_tokens(
     weight: torch.Tensor,
     draft: DraftProbs,
     final_uniforms: torch.Tensor,
-    rows: VerifyLayout,
+    layout: VerifyLayout,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw the last token from max(0, weight * p - q), or from p after a whole block.
 
@@ -162,13 +162,13 @@ def draw_final_tokens(
     bs, block_size = block.shape
     requests = torch.arange(bs, device=block.device)
     accepted = accept_len.long()
-    if rows.is_rectangle:
+    if layout.is_rectangle:
         mass = target_probs.view(bs, block_size, target_probs.shape[-1])[requests, accepted]
     else:
-        mass = target_probs[rows.slots[requests, accepted]]
+        mass = target_probs[layout.slots[requests, accepted]]
     if block_size > 1:
         slot = accepted.clamp(max=block_size - 2)
-        last = block_size - 1 if rows.is_rectangle else rows.max_accept
+        last = block_size - 1 if layout.is_rectangle else layout.max_accept
         is_rejection = (accepted < last)[:, None]
         drawn_from = torch.where(is_rejection, draft.probs[requests, slot], 0)
         weighted = weight.to(mass.dtype)[:, None] * mass

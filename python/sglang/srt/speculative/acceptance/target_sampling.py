@@ -102,7 +102,7 @@ def draw_target_tokens(
     logits: torch.Tensor,
     sampling_info,
     positions: torch.Tensor,
-    rows: VerifyLayout,
+    layout: VerifyLayout,
     sampler,
     masks: SamplingMasks,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +116,7 @@ def draw_target_tokens(
             place).
         sampling_info: SGLang's, one row per request. Its filters may be those of sampled requests only.
         positions: [bs, W] int64, position of each slot's token. SGLang seeds draws with it.
-        rows: verified slots.
+        layout: verified slots.
         sampler: SGLang's.
         masks: takes the sampler's masks, if a request returns one.
 
@@ -127,9 +127,9 @@ def draw_target_tokens(
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
         max_logits, tokens = logits.max(dim=-1)
-        return rows.to_blocks(tokens), rows.to_blocks(max_logits)
+        return layout.to_blocks(tokens), layout.to_blocks(max_logits)
     max_logits, most_likely = replace_broken_rows(logits)
-    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in (*PER_REQUEST, "sampling_seed")}
+    per_row = {name: layout.repeat(getattr(sampling_info, name)) for name in (*PER_REQUEST, "sampling_seed")}
     masks.drawn.next_token_logits = logits
     drawn = sampler(
         masks.drawn,
@@ -140,15 +140,15 @@ def draw_target_tokens(
         return_logprob=False,
         top_logprobs_nums=[],
         token_ids_logprobs=[],
-        positions=rows.to_rows(positions),
+        positions=layout.to_rows(positions),
     )
     if not masks.are_requested:  # a mask tells what the sampler drew
         drawn = torch.where(per_row["top_ks"] > 1, drawn, most_likely)
-    return rows.to_blocks(drawn.long()), rows.to_blocks(max_logits)
+    return layout.to_blocks(drawn.long()), layout.to_blocks(max_logits)
 
 
 def target_probs(
-    logits: torch.Tensor, sampling_info, rows: VerifyLayout
+    logits: torch.Tensor, sampling_info, layout: VerifyLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the distributions that the sampler would draw from after each block position.
 
@@ -160,20 +160,20 @@ def target_probs(
         logits: [T, vocab], biased and masked. float32 logits are overwritten with the result: a second
             tensor of this size is 0.5 GB at 48 blocks of 16 and a vocabulary of 152k.
         sampling_info: as of `draw_target_tokens`.
-        rows: verified slots.
+        layout: verified slots.
 
     Returns:
         Probabilities [T, vocab] float32, and the largest logits [bs, W]. If such a logit is not finite,
         the probabilities have no meaning (`replace_broken_rows`).
     """
     max_logits, most_likely = replace_broken_rows(logits)
-    per_row = {name: rows.repeat(getattr(sampling_info, name)) for name in PER_REQUEST}
+    per_row = {name: layout.repeat(getattr(sampling_info, name)) for name in PER_REQUEST}
     per_row["most_likely"] = most_likely
     probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
     for some in slices_of_rows(*logits.shape):
         torch.softmax(logits[some].float() / per_row["temperatures"][some], dim=-1, out=probs[some])
         _filter(probs[some], {name: values[some] for name, values in per_row.items()}, sampling_info)
-    return probs, rows.to_blocks(max_logits)
+    return probs, layout.to_blocks(max_logits)
 
 
 # Sorting so many float32 takes about 0.4 GB of temporary memory.

@@ -14,18 +14,18 @@ from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 
 def multimodal_positions(
-    runner: Any, batch: Any, rows: VerifyLayout, positions: torch.Tensor
+    runner: Any, batch: Any, layout: VerifyLayout, positions: torch.Tensor
 ) -> torch.Tensor | None:
     """Return the M-RoPE positions [3, T] int64 of ragged rows with positions [T] int64.
 
     None: SGLang computes them, or the target has none. SGLang computes them for blocks of one width. All rows
     follow the prompt, so the three are one: the row's position, and what the request's pictures add to it.
     """
-    if rows.is_rectangle or not runner.model_config.model_is_mrope:
+    if layout.is_rectangle or not runner.model_config.model_is_mrope:
         return None
     added = [int(getattr(inputs, "mrope_position_delta", 0)) for inputs in batch.multimodal_inputs]
     if any(added):
-        positions = positions + rows.repeat(on_device(added, torch.int64, positions.device))
+        positions = positions + layout.repeat(on_device(added, torch.int64, positions.device))
     return positions.repeat(3, 1)
 
 
