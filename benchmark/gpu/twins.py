@@ -177,7 +177,7 @@ def _count_tokens(size: Size) -> Pairs:
     yield *_both(penalties, "count_tokens", inputs.random_output, *arguments), 0
 
 
-def _walk_blocks(size: Size) -> Pairs:
+def _accept_drafts(size: Size) -> Pairs:
     """Compare accepted lengths and final tokens of both rules, for whole blocks and ragged rows."""
     drawn = inputs.random_drawn_blocks(1, BS, size.block, size.vocabulary, 128, size.device)
     tokens, blocks_probs, draft, accept_uniforms, final_uniforms = drawn
@@ -187,11 +187,11 @@ def _walk_blocks(size: Size) -> Pairs:
             rows = VerifyLayout(BS, size.block, lengths, size.device)
             probs = rows.to_rows(blocks_probs)
             arguments = tokens, probs, draft.ids, draft.probs, accept_uniforms, rule, *rows.bounds
-            walked = rejection.walk_blocks_triton(*arguments)
+            accepted = rejection.accept_drafts_triton(*arguments)
             twins = REJECTION_RULES[rule](tokens, probs, draft, accept_uniforms, rows)
             got, want = (
                 draw_final_tokens(tokens, accept_len, probs, weight, draft, final_uniforms, rows)
-                for accept_len, weight in (walked, twins)
+                for accept_len, weight in (accepted, twins)
             )
             yield got, want, 0
 
@@ -245,7 +245,7 @@ TWINS: dict[str, Callable[[Size], Pairs]] = {
     "peagle_rows.append_rows": _append_rows,
     "penalties.penalize_block": _penalize_block,
     "penalties.count_tokens": _count_tokens,
-    "rejection.walk_blocks": _walk_blocks,
+    "rejection.accept_drafts": _accept_drafts,
     "selector_walk.walk": _walk,
     "window.prepare_window": _prepare_window,
     "draft_probs.draw_by_inverse_cdf": _draw_by_inverse_cdf,

@@ -135,7 +135,7 @@ def launch_rejection(rule: str, is_ragged: bool, bs=4, width=16):
         torch.zeros(bs, width, dtype=torch.int64),
     )
     starts = tokens[:, 0].contiguous()
-    rejection.walk_blocks_triton(
+    rejection.accept_drafts_triton(
         *(tokens, torch.zeros(bs, width, 1000), ids, ids.float(), torch.zeros(bs, width - 1)),
         rule,
         *((starts, starts.int()) if is_ragged else ()),
@@ -197,7 +197,7 @@ CASES = {
         for name, draws in (("best", False), ("drawn", True))
     },
     **{
-        f"rejection, {name}": (rejection, "walk_blocks_kernel", launch_rejection, case)
+        f"rejection, {name}": (rejection, "accept_drafts_kernel", launch_rejection, case)
         for name, case in REJECTION.items()
     },
     **{

@@ -22,7 +22,7 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
     rows = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
     target_probs = rows.to_rows(target_probs)
     want = REJECTION_RULES[rule](block, target_probs, draft, accept_uniforms, rows)
-    got = kernels.walk_blocks_triton(
+    got = kernels.accept_drafts_triton(
         block,
         target_probs,
         draft.ids,
@@ -42,7 +42,7 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
 
 @against_twin
 @given(batches(), st.sampled_from([*REJECTION_RULES]), st.one_of(st.none(), st.integers(0, 2**31)))
-def test_the_walk_equals_its_twin(arguments, rule, seed):
+def test_the_rules_equal_their_twins(arguments, rule, seed):
     block, target_probs, draft, *uniforms = arguments
     draft = DraftProbs(draft.ids.to(DEVICE), draft.probs.to(DEVICE))
     arguments = block.to(DEVICE), target_probs.to(DEVICE), draft, *[u.to(DEVICE) for u in uniforms]
@@ -53,7 +53,7 @@ def test_the_walk_equals_its_twin(arguments, rule, seed):
 @against_twin
 @pytest.mark.parametrize("rule", REJECTION_RULES)
 @pytest.mark.parametrize("candidates", [1, 128, 1500])
-def test_the_walk_over_long_lists_equals_its_twin(candidates, rule):
+def test_long_lists_of_candidates_equal_their_twins(candidates, rule):
     """Compare more than a tile of candidates, with a draft that is often right."""
     bs, width = 16, 8
     arguments = random_drawn_blocks(candidates, bs, width, 2000, candidates, DEVICE)
@@ -64,7 +64,7 @@ def test_the_walk_over_long_lists_equals_its_twin(candidates, rule):
 
 def test_an_empty_batch():
     """An empty batch launches no kernel, so this needs no GPU."""
-    accept_len, weight = kernels.walk_blocks_triton(
+    accept_len, weight = kernels.accept_drafts_triton(
         torch.zeros(0, 3, dtype=torch.int64),
         torch.zeros(0, 3, 4),
         torch.zeros(0, 2, 4, dtype=torch.int64),

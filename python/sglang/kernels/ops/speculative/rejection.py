@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 
-def walk_blocks_triton(
+def accept_drafts_triton(
     block: torch.Tensor,
     target_probs: torch.Tensor,
     draft_ids: torch.Tensor,
@@ -30,7 +30,7 @@ def walk_blocks_triton(
     weight = block.new_empty((bs,), dtype=torch.float64)
     tile = min(triton.next_power_of_2(candidates), 1024)
     if bs:
-        walk_blocks_kernel[(bs,)](
+        accept_drafts_kernel[(bs,)](
             block=block,
             target_probs=target_probs,
             draft_ids=draft_ids,
@@ -52,7 +52,7 @@ def walk_blocks_triton(
 
 # The uniforms are a part of one draw: their alignment depends on the number of requests.
 @triton.jit(do_not_specialize=["verify_len"], do_not_specialize_on_alignment=["accept_uniforms"])
-def walk_blocks_kernel(
+def accept_drafts_kernel(
     block,
     target_probs,
     draft_ids,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.rejection import walk_blocks_triton
+from sglang_dflash.kernels.ops.speculative.rejection import accept_drafts_triton
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
@@ -46,7 +46,7 @@ def accept_drawn(
     """
     if block.is_cuda:
         starts, max_accept = layout.bounds
-        accept_len, weight = walk_blocks_triton(
+        accept_len, weight = accept_drafts_triton(
             block,
             target_probs=target_probs,
             draft_ids=draft.ids,

@@ -1,11 +1,11 @@
 """Count the file hops of a decode cycle, up to the line that decides how many tokens are kept.
 
-    python benchmark/decode_walk.py            # two servers with the bundled pair on a CPU; a minute
+    python benchmark/trace_cycle.py            # two servers with the bundled pair on a CPU; a minute
 
 A hop is a pair of files of this package: a function in one calls a function in the other, directly or through
-other packages. Each pair counts once per cycle. The walk begins in `DFlashWorker.decode` and ends at the call
-of `accept_matching_prefix`. The first server verifies whole blocks. The second has the settings of
-`make serve`: adaptive width and copies. Of each server the longest walk after the warm-up is printed.
+other packages. Each pair counts once per cycle. The trace begins in `DFlashWorker.decode` and ends at the
+call of `accept_matching_prefix`. The first server verifies whole blocks. The second has the settings of `make
+serve`: adaptive width and copies. Of each server the longest trace after the warm-up is printed.
 """
 
 import inspect
@@ -29,15 +29,15 @@ NEW_TOKENS = 200
 SERVERS = {"whole blocks": [WHOLE_BLOCKS], "make serve": ["--speculative-copy-ahead"]}
 
 
-class Walk(CycleObserver):
-    """Profiles each cycle in the scheduler, and keeps the longest walk in the file that WALK names."""
+class CycleTrace(CycleObserver):
+    """Profiles each cycle in the scheduler, and keeps the longest trace in the file that TRACE names."""
 
     def __init__(self) -> None:
-        self._hops: dict[tuple[str, str], None] = {}  # in the order of the walk
+        self._hops: dict[tuple[str, str], None] = {}  # in the order of the calls
         self._num_cycles = self._most = 0
 
     def on_begun(self, batch: Any) -> None:
-        """Begin a walk. The worker calls this first in `decode`."""
+        """Begin a trace. The worker calls this first in `decode`."""
         self._hops.clear()
         sys.setprofile(self._follow)
 
@@ -61,7 +61,7 @@ class Walk(CycleObserver):
         if self._num_cycles > WARM_UP_CYCLES and len(self._hops) > self._most:
             self._most = len(self._hops)
             lines = (" -> ".join(os.path.relpath(file, PACKAGE) for file in hop) for hop in self._hops)
-            Path(os.environ["WALK"]).write_text("\n".join(lines) + "\n")
+            Path(os.environ["TRACE"]).write_text("\n".join(lines) + "\n")
 
 
 def main() -> None:
@@ -69,11 +69,11 @@ def main() -> None:
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     for name, flags in SERVERS.items():
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "walk"
+            file = Path(folder) / "trace"
             env = {
-                "SGLANG_DFLASH_OBSERVERS": "decode_walk:Walk",
+                "SGLANG_DFLASH_OBSERVERS": "trace_cycle:CycleTrace",
                 "PYTHONPATH": str(ROOT / "benchmark"),
-                "WALK": str(file),
+                "TRACE": str(file),
             }
             arguments = ["--model-path", TARGET, "--dtype", "float32", "--max-total-tokens", "8192"]
             with serve(*arguments, *dflash_arguments(DRAFT), *flags, env=env) as server:
