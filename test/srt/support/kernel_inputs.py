@@ -51,7 +51,7 @@ def random_rows(
     rng = torch.Generator().manual_seed(seed)
     slots, max_len, width = bs + 3, 40, 2 * (block_size - 1)
     lengths = 1 + torch.randint(max_len - block_size, (bs,), generator=rng)
-    pending = peagle_rows.Pending(
+    pending = peagle_rows.PendingRows(
         tokens=torch.randint(150_000, (slots, block_size), generator=rng).to(device),
         fused=torch.randn(slots, block_size, hidden, generator=rng).to(device, torch.bfloat16),
         count=1 + torch.randint(block_size, (slots,), generator=rng).to(device),
@@ -67,7 +67,7 @@ def random_rows(
         requests,
         lengths.to(device),
         pending,
-        peagle_rows.RowTables(tables[0, :, :max_len], tables[1], 151_669, last_start),
+        peagle_rows.RequestTables(tables[0, :, :max_len], tables[1], 151_669, last_start),
         torch.randn(hidden, generator=rng).to(device, torch.bfloat16),
         fused.to(device),
         first.to(device),

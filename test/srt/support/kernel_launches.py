@@ -58,16 +58,16 @@ def launch_prepare_rows(last_start: int | None, bs=4, width=8):
     ints, table = torch.zeros(bs, dtype=torch.int64), torch.zeros(48, 40_960, dtype=torch.int32)
     states = torch.zeros(48, block_size, hidden, dtype=torch.bfloat16)
     tokens = torch.zeros(48, block_size, dtype=torch.int64)
-    pending = peagle_rows.Pending(tokens, states, tokens[:, 0].contiguous(), tokens[:, 0].int())
+    pending = peagle_rows.PendingRows(tokens, states, tokens[:, 0].contiguous(), tokens[:, 0].int())
     fused = torch.zeros(bs * 2 * (block_size - 1), hidden, dtype=torch.bfloat16)
-    tables = peagle_rows.RowTables(table, table, 151_669, last_start)
+    tables = peagle_rows.RequestTables(table, table, 151_669, last_start)
     peagle_rows.prepare_rows.__wrapped__(ints, ints, pending, tables, states[0, 0], fused, ints)
 
 
 def launch_append_rows(has_slots: bool, bs=4, width=8):
     tokens, rows = torch.zeros(bs, width, dtype=torch.int64), torch.zeros(48, 8, dtype=torch.int64)
     states, count = torch.zeros(48, 8, 4096, dtype=BF16), rows[:, 0].contiguous()
-    pending = peagle_rows.Pending(rows, states, count, count.int())
+    pending = peagle_rows.PendingRows(rows, states, count, count.int())
     fused = torch.zeros(bs * width, 4096, dtype=BF16)
     accept_len = torch.zeros(bs, dtype=torch.int32)
     requests, slots = pending.count[:bs], tokens if has_slots else None

@@ -20,7 +20,7 @@ from sglang_dflash.srt.configs.draft_kinds import DFlash2DraftConfig, PEagleDraf
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionRows:
     """Rows of one forward."""
 
     positions: torch.Tensor  # [R] int64, for RoPE
@@ -104,13 +104,13 @@ class PlainDraft(ABC):
         cap = self.draft.final_logit_softcapping
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _block_rows(self, anchors: torch.Tensor, offsets: torch.Tensor) -> Rows:
+    def _block_rows(self, anchors: torch.Tensor, offsets: torch.Tensor) -> AttentionRows:
         positions = (anchors[:, None] + offsets).flatten()
         blocks = torch.arange(len(anchors), device=anchors.device).repeat_interleave(len(offsets))
-        return Rows(positions, blocks, anchors.repeat_interleave(len(offsets)))
+        return AttentionRows(positions, blocks, anchors.repeat_interleave(len(offsets)))
 
     def _run_layer(
-        self, layer: int, hidden, attention_input, rows: Rows, keys: Rows, context
+        self, layer: int, hidden, attention_input, rows: AttentionRows, keys: AttentionRows, context
     ) -> torch.Tensor:
         """Run one layer over rows.
 
@@ -136,7 +136,9 @@ class PlainDraft(ABC):
         """Run a sublayer on x [R, *]; `conv` names the tensors of a DFlash2 draft around it."""
         return sublayer(x)
 
-    def _attend(self, layer: int, x: torch.Tensor, rows: Rows, keys: Rows, context) -> torch.Tensor:
+    def _attend(
+        self, layer: int, x: torch.Tensor, rows: AttentionRows, keys: AttentionRows, context
+    ) -> torch.Tensor:
         name = f"layers.{layer}"
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         sources = x if context is None else torch.cat((context, x))
@@ -152,7 +154,7 @@ class PlainDraft(ABC):
         )
         return self._linear(f"{name}.self_attn.o_proj", attended.transpose(0, 1).flatten(1))
 
-    def _visible(self, layer: int, rows: Rows, keys: Rows) -> torch.Tensor:
+    def _visible(self, layer: int, rows: AttentionRows, keys: AttentionRows) -> torch.Tensor:
         """Return [R, keys] bool, True if a row of this layer sees a key."""
         query, anchor, key = rows.positions[:, None], rows.anchors[:, None], keys.positions[None]
         outside = keys.blocks[None] < 0
@@ -200,7 +202,7 @@ class PlainDFlash(PlainDraft):
         ids = torch.full((len(anchors), draft.block_size), self.mask_token_id, device=device)
         ids[:, 0] = tokens[anchors]
         places = torch.arange(len(context), device=device)
-        keys = _after(Rows(places, torch.full_like(places, -1), places), rows)
+        keys = _after(AttentionRows(places, torch.full_like(places, -1), places), rows)
         hidden = self._embed(ids.flatten())
         for layer in range(draft.num_hidden_layers):
             normed = self._norm(f"layers.{layer}.input_layernorm", hidden)
@@ -281,7 +283,7 @@ class PlainPEagle(PlainDraft):
         drafted, device, last = self.draft.speculative_tokens, tokens.device, int(anchors.max())
         # Row p holds the token at p + 1 and the state at p, so row anchor - 1 holds the newest token.
         places = torch.arange(last, device=device)
-        text = Rows(places, torch.full_like(places, -1), places + 1)
+        text = AttentionRows(places, torch.full_like(places, -1), places + 1)
         masks = self._block_rows(anchors, torch.arange(drafted - 1, device=device))
         rows = _after(text, masks)
         ids = torch.cat((tokens[1 : last + 1], torch.full_like(masks.positions, self.mask_token_id)))
@@ -330,7 +332,7 @@ def plain_draft(draft: DFlashDraftConfig, *args, **kwargs) -> PlainDraft:
     return (PlainDFlash2 if isinstance(draft, DFlash2DraftConfig) else PlainDFlash)(draft, *args, **kwargs)
 
 
-def _after(first: Rows, second: Rows) -> Rows:
-    return Rows(
+def _after(first: AttentionRows, second: AttentionRows) -> AttentionRows:
+    return AttentionRows(
         *(torch.cat((getattr(first, n), getattr(second, n))) for n in ("positions", "blocks", "anchors"))
     )

@@ -146,16 +146,16 @@ def _prepare_our_worker(scene: Scene) -> None:
 
 def _note_bounds() -> None:
     """Let the kernels compare the host's bounds of lengths with the device's lengths."""
-    from sglang_dflash.srt.layers.attention.flashinfer_plans import BlockPlan
+    from sglang_dflash.srt.layers.attention.flashinfer_plans import FlashInferBlockPlan
 
-    prepare = BlockPlan.prepare
+    prepare = FlashInferBlockPlan.prepare
 
     def noted(self, forward_batch):
         prepare(self, forward_batch)
         workspace = self.wrapper._int_workspace_buffer.data_ptr()
         flashinfer_kernels.bounds[workspace] = self.least, self.most
 
-    BlockPlan.prepare = noted
+    FlashInferBlockPlan.prepare = noted
 
 
 def _operation(name: str, body):

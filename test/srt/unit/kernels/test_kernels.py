@@ -134,13 +134,13 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
 
 def two_blocks_of_rows(
     last_start: int | None,
-) -> tuple[peagle_rows.Rows, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[peagle_rows.DraftRows, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Prepare two blocks of 4, with three rows and one row pending.
 
     The first kept two drafted tokens; the second has a text of two tokens. Also returns what was written:
     the table, the fused states and the first drafting rows.
     """
-    pending = peagle_rows.Pending(
+    pending = peagle_rows.PendingRows(
         tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
         fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
         count=torch.tensor([1, 3]),
@@ -153,7 +153,7 @@ def two_blocks_of_rows(
         torch.zeros(2, dtype=torch.int64),
     )
     requests, lengths, mask_state = torch.tensor([1, 0]), torch.tensor([9, 2]), torch.tensor([9.0])
-    tables = peagle_rows.RowTables(source, table, 99, last_start)
+    tables = peagle_rows.RequestTables(source, table, 99, last_start)
     rows = peagle_rows.prepare_rows(requests, lengths, pending, tables, mask_state, fused, first)
     return rows, table, fused.flatten(), first
 

@@ -9,8 +9,8 @@ from support.rehearsal import flashinfer_planner as planner
 
 from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys
 from sglang_dflash.srt.layers.attention.flashinfer_plans import (
-    BlockPlan,
     ChunkCheck,
+    FlashInferBlockPlan,
     Staging,
     counts,
 )
@@ -88,7 +88,9 @@ class Graph:
         self.shares = shared is not None and shared.share_with(self.wrapper, width, self.translator)
         self.keys = shared if self.shares else BlockKeys(self.wrapper, width, self.translator)
         queries = captured or [WIDTH] * bs
-        self.plan = BlockPlan(self.wrapper, width, sum(queries), HEADS, self.keys, Staging(1 << 16, CPU))
+        self.plan = FlashInferBlockPlan(
+            self.wrapper, width, sum(queries), HEADS, self.keys, Staging(1 << 16, CPU)
+        )
         self.replay([1] * bs, None, [1 + n for n in queries], counts=captured)  # captures
 
     def replay(

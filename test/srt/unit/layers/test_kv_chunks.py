@@ -44,7 +44,7 @@ class Case:
         )
 
     def choose(self):
-        """Choose as `BlockPlan` does: with what the capture's plan says of the kernel's grid."""
+        """Choose as `FlashInferBlockPlan` does: with what the capture's plan says of the kernel's grid."""
         captured = self.plan([1 + n for n in self.queries])
         capacity, tile = captured.information[0], captured.information[3]
         if self.counts:

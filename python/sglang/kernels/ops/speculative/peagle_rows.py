@@ -12,7 +12,7 @@ from sglang_dflash.kernels.ops.speculative.block import PADDING_SLOT
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingRows:
     """Verified rows, by row of the request table, B columns."""
 
     tokens: torch.Tensor  # [rows, B] int64
@@ -22,7 +22,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class RowTables:
+class RequestTables:
     """Request tables of target and draft, and the layout of a block."""
 
     source: torch.Tensor  # [rows, max_len] int32, the target's table
@@ -33,7 +33,7 @@ class RowTables:
     last_start: int | None = None
 
 
-class Rows(NamedTuple):
+class DraftRows(NamedTuple):
     """Rows of bs blocks of D = 2 (B - 1) rows, all int64."""
 
     tokens: torch.Tensor  # [bs, D]
@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     start: torch.Tensor  # [bs], the first row
 
 
-def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> Rows:
+def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, first_drafting) -> DraftRows:
     """`prepare_rows` in PyTorch, on any device."""
     block_size = pending.tokens.shape[1]
     drafted = block_size - 1
@@ -69,19 +69,19 @@ def prepare_rows_torch(requests, seq_lens, pending, tables, fused_mask, fused, f
     states = torch.where(is_pending[..., None], pending.fused[requests[:, None], index], fused_mask)
     fused.copy_(states.flatten(0, 1))
     pending.was_run[requests] = 1
-    return Rows(tokens, rows, cache_loc, start)
+    return DraftRows(tokens, rows, cache_loc, start)
 
 
 @with_twin(prepare_rows_torch)
 def prepare_rows(
     requests: torch.Tensor,
     seq_lens: torch.Tensor,
-    pending: Pending,
-    tables: RowTables,
+    pending: PendingRows,
+    tables: RequestTables,
     fused_mask: torch.Tensor,
     fused: torch.Tensor,
     first_drafting: torch.Tensor,
-) -> Rows:
+) -> DraftRows:
     """Build blocks of committed rows, pending rows, mask rows and idle rows.
 
     With B = 4 a block has D = 6 rows. At n = 8 with the pending tokens [a, b, c] of rows 5 to 7:
@@ -107,7 +107,7 @@ def prepare_rows(
     bs, block_size, hidden = requests.numel(), pending.tokens.shape[1], pending.fused.shape[2]
     num_rows = 2 * (block_size - 1)
     tokens = seq_lens.new_empty((bs, num_rows))
-    out = Rows(
+    out = DraftRows(
         tokens=tokens,
         positions=torch.empty_like(tokens),
         cache_loc=tokens.new_empty((bs * num_rows,)),
@@ -231,7 +231,7 @@ def append_rows(
     out_tokens: torch.Tensor,
     fused: torch.Tensor,
     slots: torch.Tensor | None,
-    pending: Pending,
+    pending: PendingRows,
 ) -> None:
     """Append verified tokens to the pending rows, or replace those that have been run.
 

@@ -136,7 +136,7 @@ def count(kind: str, reason: str = "") -> None:
     counts[kind] += 1
 
 
-class BlockPlan:
+class FlashInferBlockPlan:
     """Preparation of a captured graph of blocks for a replay.
 
     It replaces SGLang's updater of the graph's wrapper. The offsets of queries and the last page lengths are
@@ -340,7 +340,7 @@ def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
         backend.dflash_plans = {}
         backend.dflash_staging = Staging(workspace.numel(), workspace.device)
     num_queries = spec_info.draft_token_num if spec_info.ragged_verify_layout is None else 0
-    backend.dflash_plans[size] = BlockPlan(
+    backend.dflash_plans[size] = FlashInferBlockPlan(
         wrapper,
         num_queries=num_queries,
         num_rows=forward_batch.positions.numel(),

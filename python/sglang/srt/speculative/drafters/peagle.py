@@ -44,8 +44,8 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.peagle_rows import (
-    Pending,
-    RowTables,
+    PendingRows,
+    RequestTables,
     append_rows,
     prepare_rows,
 )
@@ -110,7 +110,7 @@ class PEagleDrafter(Drafter):
         mirror_exchanged_slots(target_runner.req_to_token_pool, self._table)
         weight = self._model.norm.weight
         rows, block_size = self._source.shape[0], self._block_size
-        self._pending = Pending(
+        self._pending = PendingRows(
             tokens=torch.zeros(rows, block_size, dtype=torch.int64, device=weight.device),
             fused=weight.new_zeros(rows, block_size, weight.numel()),
             count=torch.ones(rows, dtype=torch.int64, device=weight.device),
@@ -247,7 +247,7 @@ class PEagleDrafter(Drafter):
         """Run one forward over a block per request. Rows 0 .. committed - 1 of each are verified."""
         bs, num_rows = requests.numel(), self.num_draft_rows
         blocks = self._model.blocks(bs)
-        tables = RowTables(self._source, self._table, self.mask_token_id, self._last_start)
+        tables = RequestTables(self._source, self._table, self.mask_token_id, self._last_start)
         tokens, positions, cache_loc, start = prepare_rows(
             requests,
             seq_lens=committed,
