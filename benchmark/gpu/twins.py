@@ -184,13 +184,13 @@ def _accept_drafts(size: Size) -> Pairs:
     whole = torch.full((BS,), size.block - 1).numpy()
     for rule in REJECTION_RULES:
         for lengths in (whole, whole // torch.arange(1, BS + 1).numpy()):
-            rows = VerifyLayout(BS, size.block, lengths, size.device)
-            probs = rows.to_rows(blocks_probs)
-            arguments = tokens, probs, draft.ids, draft.probs, accept_uniforms, rule, *rows.bounds
+            layout = VerifyLayout(BS, size.block, lengths, size.device)
+            probs = layout.to_rows(blocks_probs)
+            arguments = tokens, probs, draft.ids, draft.probs, accept_uniforms, rule, *layout.bounds
             accepted = rejection.accept_drafts_triton(*arguments)
-            twins = REJECTION_RULES[rule](tokens, probs, draft, accept_uniforms, rows)
+            twins = REJECTION_RULES[rule](tokens, probs, draft, accept_uniforms, layout)
             got, want = (
-                draw_final_tokens(tokens, accept_len, probs, weight, draft, final_uniforms, rows)
+                draw_final_tokens(tokens, accept_len, probs, weight, draft, final_uniforms, layout)
                 for accept_len, weight in (accepted, twins)
             )
             yield got, want, 0

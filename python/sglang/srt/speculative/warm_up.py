@@ -185,7 +185,7 @@ def prewarm_probabilistic_step(
     target = torch.zeros(1, vocab_size, device=device).expand(bs * block_size, -1)
     zeros = torch.zeros(bs, device=device)
     block = torch.cat((anchors[:, None], drafted), dim=1)
-    weight, rows = torch.ones_like(zeros, dtype=torch.float64), whole_blocks(bs, block_size)
+    weight, layout = torch.ones_like(zeros, dtype=torch.float64), whole_blocks(bs, block_size)
     draw_final_tokens(
         block,
         accept_len=zeros.int(),
@@ -193,5 +193,5 @@ def prewarm_probabilistic_step(
         weight=weight,
         draft=draft,
         final_uniforms=zeros,
-        layout=rows,
+        layout=layout,
     )

@@ -72,7 +72,7 @@ def drawn_evenly(bs: int) -> DraftBlock:
 class Rule:
     """A rejection rule that notes its arguments, and accepts two tokens of everyone."""
 
-    def __call__(self, _, block, target_probs, draft, accept_uniforms, final_uniforms, rows):
+    def __call__(self, _, block, target_probs, draft, accept_uniforms, final_uniforms, layout):
         self.draft, self.target_probs = draft, target_probs
         self.accept_uniforms, self.final_uniforms = accept_uniforms, final_uniforms
         return torch.full((len(block),), 2, dtype=torch.int32), block + 100
@@ -88,26 +88,26 @@ def noted(monkeypatch):
 @pytest.mark.parametrize("rule", REJECTION_RULES)
 def test_drawn_blocks_are_verified_with_the_drafts_own_probabilities(rule):
     """A draft that equals the target is accepted whole; as one-hot, it would rarely be."""
-    block, rows = drawn_evenly(64), whole_blocks(64, WIDTH)
+    block, layout = drawn_evenly(64), whole_blocks(64, WIDTH)
     acceptor = make_acceptor(rule=rule)
     torch.manual_seed(0)
     logits = torch.zeros(64 * WIDTH, VOCABULARY)
-    accepted = accept(acceptor, batch_of(*[SAMPLED] * 64), cycle_of(rows), block, logits)
+    accepted = accept(acceptor, batch_of(*[SAMPLED] * 64), cycle_of(layout), block, logits)
     assert (accepted.accept_len == WIDTH - 1).all()
     assert torch.equal(accepted.tokens[:, :-1], block.tokens[:, 1:])
 
 
 def test_arguments_of_the_rule(noted, monkeypatch):
     """Uniforms are independent of each other, and masks take a rectangle of probabilities."""
-    rows = VerifyLayout(2, WIDTH, np.array([1, 3]))
+    layout = VerifyLayout(2, WIDTH, np.array([1, 3]))
     masks = MagicMock(are_requested=True)
     monkeypatch.setattr(acceptor_module, "SamplingMasks", lambda *_: masks)
-    block, logits = drawn_evenly(2), torch.randn(rows.num_rows, VOCABULARY)
+    block, logits = drawn_evenly(2), torch.randn(layout.num_rows, VOCABULARY)
     expected = logits.softmax(dim=-1)
-    accept(make_acceptor(rule="standard"), batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
+    accept(make_acceptor(rule="standard"), batch_of(SAMPLED, SAMPLED), cycle_of(layout), block, logits)
     assert noted.draft is block.probs
     torch.testing.assert_close(noted.target_probs, expected)
-    torch.testing.assert_close(masks.probs, expected[rows.slots])
+    torch.testing.assert_close(masks.probs, expected[layout.slots])
     assert noted.accept_uniforms.shape == (2, WIDTH - 1) and noted.final_uniforms.shape == (2,)
     uniforms = torch.cat([noted.accept_uniforms.flatten(), noted.final_uniforms])
     assert len(uniforms.unique()) == 2 * WIDTH
@@ -127,9 +127,9 @@ class SecondRank(OneRank):
 
 @pytest.mark.usefixtures("noted")
 def test_the_first_rank_decides():
-    block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
+    block, layout = drawn_evenly(2), whole_blocks(2, WIDTH)
     acceptor, logits = make_acceptor(sync=SecondRank(), rule="standard"), torch.zeros(2 * WIDTH, VOCABULARY)
-    accepted = accept(acceptor, batch_of(SAMPLED, SAMPLED), cycle_of(rows), block, logits)
+    accepted = accept(acceptor, batch_of(SAMPLED, SAMPLED), cycle_of(layout), block, logits)
     assert accepted.accept_len.tolist() == [0, 0] and (accepted.tokens == 3).all()
 
 
@@ -173,10 +173,10 @@ def test_only_drawn_tokens_are_sent_to_other_ranks():
 def test_a_request_accepts_no_more_than_it_verifies(requests):
     """Every drafted token is the target's."""
     lengths = np.array([1, 3, 0])
-    rows, logits = VerifyLayout(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
+    layout, logits = VerifyLayout(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
     logits[:, 5] = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]) if SAMPLED in requests else 1.0
     block = DraftBlock(torch.full((3, WIDTH), 5))
-    accepted = accept(make_acceptor(Sampler()), batch_of(*requests), cycle_of(rows), block, logits)
+    accepted = accept(make_acceptor(Sampler()), batch_of(*requests), cycle_of(layout), block, logits)
     assert accepted.accept_len.tolist() == lengths.tolist() and accepted.bonus.tolist() == [5] * 3
 
 
@@ -194,8 +194,8 @@ def test_a_cap_cuts_the_accepted_prefix_and_keeps_the_targets_token():
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monkeypatch):
     """A mask tells what a greedy request was drawn from too, so its filter must stay."""
-    rows, sampler = VerifyLayout(2, WIDTH, np.array([1, 3])), Sampler()
-    cycle, logits = cycle_of(rows), torch.randn(rows.num_rows, VOCABULARY)
+    layout, sampler = VerifyLayout(2, WIDTH, np.array([1, 3])), Sampler()
+    cycle, logits = cycle_of(layout), torch.randn(layout.num_rows, VOCABULARY)
     block, batch = DraftBlock(torch.zeros(2, WIDTH, dtype=torch.int64)), batch_of(GREEDY, SAMPLED)
     batch.sampling_info.has_custom_logit_processor = True
     if has_masks:
@@ -209,11 +209,11 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monk
 
 @pytest.mark.parametrize("is_drawn", [False, True])
 def test_logits_that_are_still_to_be_read_are_kept(is_drawn):
-    block, rows = drawn_evenly(2), whole_blocks(2, WIDTH)
+    block, layout = drawn_evenly(2), whole_blocks(2, WIDTH)
     logits = torch.randn(2 * WIDTH, VOCABULARY)
     before, acceptor = logits.clone(), make_acceptor(Sampler(), rule="standard")
     batch = batch_of(SAMPLED, GREEDY, return_logprob=True)
-    accept(acceptor, batch, cycle_of(rows), block if is_drawn else DraftBlock(block.tokens), logits)
+    accept(acceptor, batch, cycle_of(layout), block if is_drawn else DraftBlock(block.tokens), logits)
     assert torch.equal(logits, before)
 
 
@@ -289,12 +289,12 @@ def test_simulated_blocks_end_no_request(is_drawn, simulation):
 @pytest.mark.parametrize("is_drawn", [False, True])
 @pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
 def test_simulated_lengths_are_cut_at_what_is_verified_and_at_caps(is_drawn, simulation):
-    rows, caps = VerifyLayout(3, WIDTH, np.array([1, 3, 3])), np.array([3, 3, 2])
+    layout, caps = VerifyLayout(3, WIDTH, np.array([1, 3, 3])), np.array([3, 3, 2])
     acceptor = make_acceptor(Sampler(), rule="standard", simulation=simulation)
     block = drawn_evenly(3) if is_drawn else DraftBlock(drawn_evenly(3).tokens)
     batch = batch_of(*[SAMPLED if is_drawn else GREEDY] * 3)
-    logits = torch.randn(rows.num_rows, VOCABULARY)
-    accepted = accept(acceptor, batch, cycle_of(rows), block, logits, caps)
+    logits = torch.randn(layout.num_rows, VOCABULARY)
+    accepted = accept(acceptor, batch, cycle_of(layout), block, logits, caps)
     assert accepted.accept_len.tolist() == [1, 3, 2]
     assert accepted.committed.tolist() == [12, 24, 33]
 

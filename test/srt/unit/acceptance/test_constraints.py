@@ -22,11 +22,11 @@ def batch_of(**fields) -> SimpleNamespace:
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["whole blocks", "own lengths"])
 def test_a_bias_is_its_requests_own(lengths):
-    rows = VerifyLayout(2, 4, lengths)
+    layout = VerifyLayout(2, 4, lengths)
     bias = torch.randn(2, VOCABULARY)
-    logits = torch.randn(rows.num_rows, VOCABULARY)
-    wanted = logits + rows.to_rows(bias[:, None].expand(2, 4, VOCABULARY))
-    constraints.constrain(batch_of(logit_bias=bias), BLOCK, logits, None, None, None, rows)
+    logits = torch.randn(layout.num_rows, VOCABULARY)
+    wanted = logits + layout.to_rows(bias[:, None].expand(2, 4, VOCABULARY))
+    constraints.constrain(batch_of(logit_bias=bias), BLOCK, logits, None, None, None, layout)
     torch.testing.assert_close(logits, wanted)
 
 
@@ -34,7 +34,7 @@ def test_penalties_come_before_the_bias():
     """A repetition penalty scales logits, and SGLang does not scale the bias."""
     rows, logits = whole_blocks(2, 4), torch.randn(8, VOCABULARY)
     wanted = 2 * logits + 1
-    penalties = SimpleNamespace(penalize_block=lambda batch, block, logits, rows: logits.mul_(2))
+    penalties = SimpleNamespace(penalize_block=lambda batch, block, logits, layout: logits.mul_(2))
     batch = batch_of(logit_bias=torch.ones(2, VOCABULARY), acc_additive_penalties=object())
     constraints.constrain(batch, BLOCK, logits, penalties, None, None, rows)
     torch.testing.assert_close(logits, wanted)
@@ -43,7 +43,7 @@ def test_penalties_come_before_the_bias():
 @pytest.mark.parametrize("lengths", LENGTHS, ids=["whole blocks", "own lengths"])
 def test_a_grammars_mask_is_its_slots_own(lengths, monkeypatch):
     """SGLang's mask has a row for each slot of a rectangle."""
-    rows, applied = VerifyLayout(2, 4, lengths), []
+    layout, applied = VerifyLayout(2, 4, lengths), []
 
     class Mask(SimpleNamespace):
         def _replace(self, vocab_mask):
@@ -57,5 +57,7 @@ def test_a_grammars_mask_is_its_slots_own(lengths, monkeypatch):
     )
     batch = batch_of()
     batch.has_grammar = True
-    constraints.constrain(batch, BLOCK, torch.zeros(rows.num_rows, VOCABULARY), None, object(), None, rows)
-    assert applied == [[*range(8)] if rows.is_rectangle else [0, 1, 4, 5, 6, 7]]
+    constraints.constrain(
+        batch, BLOCK, torch.zeros(layout.num_rows, VOCABULARY), None, object(), None, layout
+    )
+    assert applied == [[*range(8)] if layout.is_rectangle else [0, 1, 4, 5, 6, 7]]

@@ -100,11 +100,11 @@ def test_any_schedule_counts_emitted_tokens(data):
         lengths = (
             torch.randint(width, (len(chosen),)) if data.draw(st.booleans()) else [width - 1] * len(chosen)
         )
-        rows = VerifyLayout(len(chosen), width, np.array(lengths))
+        layout = VerifyLayout(len(chosen), width, np.array(lengths))
         slots = [(i, k) for i, length in enumerate(lengths) for k in range(length + 1)]
 
-        def in_block(logits, batch=batch, block=block, rows=rows):
-            penalties.penalize_block(batch, block, logits, rows)
+        def in_block(logits, batch=batch, block=block, layout=layout):
+            penalties.penalize_block(batch, block, logits, layout)
             return logits
 
         before = [outputs[i] + block[i, 1 : k + 1].tolist() for i, k in slots]

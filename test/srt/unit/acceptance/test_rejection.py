@@ -47,9 +47,9 @@ def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed)
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
     bs, width = block.shape
     lengths = np.random.default_rng(seed).integers(0, width, bs)
-    rows = VerifyLayout(bs, width, lengths)
-    ragged = rows.to_rows(target_probs)
-    found = rule(block, ragged, draft, accept_uniforms, final_uniforms, layout=rows)
+    layout = VerifyLayout(bs, width, lengths)
+    ragged = layout.to_rows(target_probs)
+    found = rule(block, ragged, draft, accept_uniforms, final_uniforms, layout=layout)
     for i, length in enumerate(lengths):
         one, drafted = slice(i, i + 1), slice(0, length)
         alone = rule(

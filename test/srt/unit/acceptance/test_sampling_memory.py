@@ -80,11 +80,11 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     with Peak() as peak:
         hidden = torch.zeros(BS * (WIDTH - 1), HIDDEN, dtype=torch.bfloat16, device="meta")
         drafted, probs = draw_drafts(draft, hidden, whole_blocks(BS, WIDTH - 1), info)
-        rows = whole_blocks(BS, WIDTH)
-        target, _ = target_probs(logits, info, rows)
+        layout = whole_blocks(BS, WIDTH)
+        target, _ = target_probs(logits, info, layout)
         block = torch.cat((drafted[:, :1], drafted), dim=1)
         uniforms = torch.rand(BS, WIDTH, device="meta")
-        accept_drawn(rule, block, target, probs, uniforms[:, 1:], uniforms[:, 0], rows)
+        accept_drawn(rule, block, target, probs, uniforms[:, 1:], uniforms[:, 0], layout)
     assert GIGABYTE / 20 < peak.bytes < GIGABYTE, f"{peak.bytes / GIGABYTE:.2f} GB"
 
 

@@ -21,9 +21,9 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_block
 
 def draw_target_tokens(logits, info, positions, width, sampler):
     """Draw after every slot of whole blocks."""
-    rows = whole_blocks(len(logits) // width, width)
+    layout = whole_blocks(len(logits) // width, width)
     masks = target_sampling.SamplingMasks(info, width)
-    return target_sampling.draw_target_tokens(logits, info, positions.view(-1, width), rows, sampler, masks)
+    return target_sampling.draw_target_tokens(logits, info, positions.view(-1, width), layout, sampler, masks)
 
 
 def target_probs(logits, info, width):
@@ -162,26 +162,26 @@ def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
 def test_rows_of_requests_with_lengths_of_their_own(sampler):
     """Ragged rows are drawn as in whole blocks; slots past a request's rows repeat its last one."""
     width, bs, lengths = 4, 3, np.array([1, 3, 0])
-    rows = VerifyLayout(bs, width, lengths)
-    assert rows.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and rows.bounds[0].tolist() == [0, 2, 6]
-    assert rows.slots.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
-    assert rows.max_accept.tolist() == lengths.tolist() and rows.max_accept.dtype == torch.int32
+    layout = VerifyLayout(bs, width, lengths)
+    assert layout.index.tolist() == [0, 1, 4, 5, 6, 7, 8] and layout.bounds[0].tolist() == [0, 2, 6]
+    assert layout.slots.tolist() == [[0, 1, 1, 1], [2, 3, 4, 5], [6, 6, 6, 6]]
+    assert layout.max_accept.tolist() == lengths.tolist() and layout.max_accept.dtype == torch.int32
     blocks = torch.arange(bs * width).view(bs, width)
-    assert rows.to_rows(blocks).tolist() == rows.index.tolist()
-    assert rows.to_blocks(rows.to_rows(blocks)).tolist() == [[0, 1, 1, 1], [4, 5, 6, 7], [8, 8, 8, 8]]
+    assert layout.to_rows(blocks).tolist() == layout.index.tolist()
+    assert layout.to_blocks(layout.to_rows(blocks)).tolist() == [[0, 1, 1, 1], [4, 5, 6, 7], [8, 8, 8, 8]]
     info = sampling_info({"top_k": 1}, {"temperature": 0.8, "top_k": 1}, {"top_k": 1})
-    assert rows.repeat(None) is None
-    assert rows.repeat(torch.tensor([[1], [2], [3]])).flatten().tolist() == [1, 1, 2, 2, 2, 2, 3]
+    assert layout.repeat(None) is None
+    assert layout.repeat(torch.tensor([[1], [2], [3]])).flatten().tolist() == [1, 1, 2, 2, 2, 2, 3]
     logits = torch.randn(bs * width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(bs * width)
     whole, _ = draw_target_tokens(logits.clone(), info, positions, width, sampler)
     masks = target_sampling.SamplingMasks(info, width)
     drawn, best = target_sampling.draw_target_tokens(
-        logits[rows.index].clone(), info, positions.view(bs, width), rows, sampler, masks
+        logits[layout.index].clone(), info, positions.view(bs, width), layout, sampler, masks
     )
-    assert torch.equal(rows.to_rows(drawn), rows.to_rows(whole)) and best.shape == (bs, width)
-    probs, _ = target_sampling.target_probs(logits[rows.index].clone(), info, rows)
-    assert torch.equal(probs, target_probs(logits.clone(), info, width)[0].flatten(0, 1)[rows.index])
+    assert torch.equal(layout.to_rows(drawn), layout.to_rows(whole)) and best.shape == (bs, width)
+    probs, _ = target_sampling.target_probs(logits[layout.index].clone(), info, layout)
+    assert torch.equal(probs, target_probs(logits.clone(), info, width)[0].flatten(0, 1)[layout.index])
 
 
 REQUESTS = [

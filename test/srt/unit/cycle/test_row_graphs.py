@@ -74,39 +74,39 @@ def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
 
 def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
     backends, runner = graphs()
-    rows = backends.follow(np.array([4, 0, 2]))
-    assert runner.attn_backend == "ragged" and rows.verify_len == 5
-    assert rows.num_rows == rows.for_graph.graph_num_tokens == 10  # 9 are somebody's
+    layout = backends.follow(np.array([4, 0, 2]))
+    assert runner.attn_backend == "ragged" and layout.verify_len == 5
+    assert layout.num_rows == layout.for_graph.graph_num_tokens == 10  # 9 are somebody's
     blocks = torch.arange(15).view(3, 5)
-    assert rows.to_rows(blocks).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 0]
-    assert rows.columns(BLOCK).tolist() == [0, 1, 2, 3, 4, 8, 16, 17, 18, -1]
+    assert layout.to_rows(blocks).tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 12, 0]
+    assert layout.columns(BLOCK).tolist() == [0, 1, 2, 3, 4, 8, 16, 17, 18, -1]
     logits = torch.arange(10.0)[:, None]
-    assert rows.to_blocks(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
-    assert rows.repeat(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 7, 7, 8, 9, 9, 9, 7]
-    assert backends.follow(np.array([4, 0, 2])) is rows
-    assert backends.follow(np.array([4, 0, 1])) is not rows
+    assert layout.to_blocks(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
+    assert layout.repeat(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 7, 7, 8, 9, 9, 9, 7]
+    assert backends.follow(np.array([4, 0, 2])) is layout
+    assert backends.follow(np.array([4, 0, 1])) is not layout
 
 
 def test_anchors_alone_are_padded_too():
     backends, _ = graphs(9)
-    rows = backends.follow(np.zeros(9, dtype=np.int64))
-    assert rows.num_rows == 9, "the largest batch has a separate graph"
+    layout = backends.follow(np.zeros(9, dtype=np.int64))
+    assert layout.num_rows == 9, "the largest batch has a separate graph"
     backends, _ = graphs(16)
-    rows = backends.follow(np.zeros(9, dtype=np.int64))
-    assert (rows.verify_len, rows.num_rows) == (1, 10)
-    assert rows.repeat(torch.arange(9)).tolist() == [*range(9), 0]
+    layout = backends.follow(np.zeros(9, dtype=np.int64))
+    assert (layout.verify_len, layout.num_rows) == (1, 10)
+    assert layout.repeat(torch.arange(9)).tolist() == [*range(9), 0]
 
 
 def test_equal_lengths_are_padded_too():
     backends, _ = graphs()
-    rows = backends.follow(np.array([2, 2, 2]))
+    layout = backends.follow(np.array([2, 2, 2]))
     assert (
-        rows.verify_len == 3
-        and rows.for_graph.graph_num_tokens == 10
-        and rows.num_draft_tokens.tolist() == [2, 2, 2]
+        layout.verify_len == 3
+        and layout.for_graph.graph_num_tokens == 10
+        and layout.num_draft_tokens.tolist() == [2, 2, 2]
     )
-    rows = backends.follow(np.array([3, 3, 3]))
-    assert rows.is_rectangle and rows.for_graph.graph_num_tokens == 12
+    layout = backends.follow(np.array([3, 3, 3]))
+    assert layout.is_rectangle and layout.for_graph.graph_num_tokens == 12
     plan = plan_lengths(backends, np.array([3, 3, 3]), np.zeros(3, dtype=bool))
     assert plan.layout.num_draft_tokens.tolist() == [3, 3, 3] and plan.layout.for_graph is not None
 
@@ -115,8 +115,8 @@ def test_equal_lengths_are_padded_too():
 def test_whole_blocks_have_graphs_of_their_own(lengths, needs_rectangle):
     backends, runner = graphs()
     backends.follow(np.array([1, 0, 0]))
-    rows = backends.follow(np.array(lengths), needs_rectangle)
-    assert rows.shape == (3, BLOCK) and rows.is_rectangle and rows.for_graph is None
+    layout = backends.follow(np.array(lengths), needs_rectangle)
+    assert layout.shape == (3, BLOCK) and layout.is_rectangle and layout.for_graph is None
     assert runner.decode_cuda_graph_runner == "whole"
 
 
@@ -129,9 +129,9 @@ def test_whole_blocks_tell_who_copies():
 
 def test_a_batch_beyond_the_graphs_has_no_padding():
     backends, _ = graphs()
-    rows = backends.follow(np.array([4, 0, 2, 1, 1]))
-    assert rows.for_graph.graph_num_tokens == rows.num_rows == 13
-    assert rows.for_graph.verify_lens.tolist() == [5, 1, 3, 2, 2]
+    layout = backends.follow(np.array([4, 0, 2, 1, 1]))
+    assert layout.for_graph.graph_num_tokens == layout.num_rows == 13
+    assert layout.for_graph.verify_lens.tolist() == [5, 1, 3, 2, 2]
 
 
 def test_costs_are_those_of_the_next_size():

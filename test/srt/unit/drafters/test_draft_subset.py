@@ -56,20 +56,20 @@ def test_drafts_and_copies_share_a_batch(seed, n, draws):
     is_drafted = (lengths > 0) & ~copies
     chosen = torch.from_numpy(np.flatnonzero(is_drafted))
     drafter, info = Counting(draws), sampling_info(*[{}] * n) if draws else None
-    rows = VerifyLayout(n, width, lengths)
-    block = draft_subset(drafter, cycle, np.flatnonzero(is_drafted), rows, info, runner)
+    layout = VerifyLayout(n, width, lengths)
+    block = draft_subset(drafter, cycle, np.flatnonzero(is_drafted), layout, info, runner)
     assert block.tokens.shape == (n, width) and drafter.seen == anchors[chosen].tolist()
     assert drafter.lengths == lengths[is_drafted].tolist()
     if block.probs is not None:
         assert block.probs.ids.shape[:2] == (n, width - 1)
         assert (block.probs.prob_of(block.tokens[:, 1:]) == 1).all()
-    ragged = cycle.with_layout(rows)
+    ragged = cycle.with_layout(layout)
     want_tokens, want_positions, want_slots = [], [], []
     for i in range(n):
         for k in range(lengths[i] + 1):
             want_tokens.append(100 * (i + 1) + k if k > 0 and is_drafted[i] else i + 1)
             want_positions.append(int(committed[i]) + k)
             want_slots.append(int(table[i, min(int(committed[i]) + k, 63)]))
-    assert rows.to_rows(block.tokens).flatten().tolist() == want_tokens
-    assert rows.to_rows(ragged.positions).flatten().tolist() == want_positions
+    assert layout.to_rows(block.tokens).flatten().tolist() == want_tokens
+    assert layout.to_rows(ragged.positions).flatten().tolist() == want_positions
     assert ragged.cache_loc.tolist() == want_slots

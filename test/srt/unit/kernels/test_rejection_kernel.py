@@ -19,9 +19,9 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
     """Compare whole blocks, or blocks of which each request verifies `lengths` [bs] drafted tokens."""
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
     whole = np.full(len(block), block.shape[1] - 1)
-    rows = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
-    target_probs = rows.to_rows(target_probs)
-    want = REJECTION_RULES[rule](block, target_probs, draft, accept_uniforms, rows)
+    layout = VerifyLayout(*block.shape, whole if lengths is None else lengths, DEVICE)
+    target_probs = layout.to_rows(target_probs)
+    want = REJECTION_RULES[rule](block, target_probs, draft, accept_uniforms, layout)
     got = kernels.accept_drafts_triton(
         block,
         target_probs,
@@ -29,11 +29,11 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
         draft.probs,
         accept_uniforms.contiguous(),
         rule,
-        *rows.bounds,
+        *layout.bounds,
     )
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
     verdicts = [
-        draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms, rows)
+        draw_final_tokens(block, accept_len, target_probs, weight, draft, final_uniforms, layout)
         for accept_len, weight in (got, want)
     ]
     for ours, theirs in zip(*verdicts, strict=True):

@@ -102,8 +102,8 @@ def sequences(choose_width, accept, is_copy: torch.Tensor = NOBODY) -> torch.Ten
         widths = choose_width(cycle, anchor, accepted, drafted)
         block = torch.cat([anchor[:, None], drafted], dim=1)
         running = torch.nonzero(length < LENGTH).squeeze(1)
-        block, rows = block[running], VerifyLayout(len(running), BLOCK, widths[running].numpy() - 1)
-        blocks = accept(block, rows, anchor[running], is_copy[running])
+        block, layout = block[running], VerifyLayout(len(running), BLOCK, widths[running].numpy() - 1)
+        blocks = accept(block, layout, anchor[running], is_copy[running])
         columns = length[running][:, None] + torch.arange(BLOCK)
         emitted[running[:, None], columns] = blocks.out_tokens
         followed[running, anchor[running]] = blocks.out_tokens[:, 0]
