@@ -153,7 +153,7 @@ def whole_blocks() -> str:
 
 def draft_fields() -> str:
     """List the fields of a draft's config that another model has."""
-    by_field: dict[unsupported.Field, list[str]] = {}
+    by_field: dict[unsupported.FieldRule, list[str]] = {}
     for name, field in unsupported.FIELDS.items():
         by_field.setdefault(field, []).append(f"{name}*" if name.endswith("_") else name)
     rows = []

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from sglang_dflash.srt.doctor.measure import Acceptance, Observed, draft_texts, load_draft, observe
+from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, Interpretation, LikelihoodGain, compare
+from sglang_dflash.srt.doctor.measure import Acceptance, TargetTranscripts, draft_texts, load_draft, observe
 from sglang_dflash.srt.doctor.pair import (
     FAULT,
     PROMPTS,
@@ -29,7 +30,6 @@ from sglang_dflash.srt.doctor.pair import (
     read_prompts,
 )
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
-from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, Evidence, Reading, compare
 
 # Relative error of a weight: 0.11 is usual for four bits, 0.03 for eight. Another draft's weights give 1.4.
 ANOTHER, LARGE = 0.3, {"4": 0.22, "8": 0.06}
@@ -49,7 +49,7 @@ class LayerCost:
     schemes: tuple[str, ...]
     weight_errors: dict[str, float]
     acceptance: Acceptance
-    evidence: Evidence
+    evidence: LikelihoodGain
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class QuantizationCost:
 
     unquantized: Acceptance
     quantized: Acceptance
-    evidence: Evidence
+    evidence: LikelihoodGain
     layers: list[LayerCost]
 
 
-def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> QuantizationCost:
+def measure_cost(pair: Pair, unquantized: Pair, observed: TargetTranscripts) -> QuantizationCost:
     """Draft at every position of the target's texts, with one layer quantized at a time.
 
     Raises:
@@ -84,8 +84,8 @@ def measure_cost(pair: Pair, unquantized: Pair, observed: Observed) -> Quantizat
     layers = []
     for name, modules in groups.items():
         own = {f"{module}.weight": draft.weights[f"{module}.weight"] for module in modules}
-        reading = Reading("", changes={"weights": {**before.weights, **own}})
-        acceptance, found = draft_texts(before, observed, reading)
+        interpretation = Interpretation("", changes={"weights": {**before.weights, **own}})
+        acceptance, found = draft_texts(before, observed, interpretation)
         errors = {module: _weight_error(draft, before, module) for module in modules}
         names = tuple(sorted({schemes[module].name for module in modules}))
         layers.append(LayerCost(name, names, errors, acceptance, compare(drafts, found)))

@@ -49,8 +49,8 @@ from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.doctor import measure
+from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, blocks, draft_everywhere
 from sglang_dflash.srt.doctor.pair import Checkpoint, Pair
-from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 pytestmark = pytest.mark.server

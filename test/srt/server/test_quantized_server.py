@@ -10,8 +10,8 @@ from support.servers import FLOAT32
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.doctor import measure
+from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, blocks, draft_everywhere
 from sglang_dflash.srt.doctor.pair import Checkpoint, Pair
-from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, draft_everywhere
 
 pytestmark = pytest.mark.server
 RUNS = ROOT / "test" / "srt" / "golden" / "tiny-speculators" / "accepted.json"

@@ -79,7 +79,7 @@ def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] 
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint, which is read from its file when it is indexed.
 
     Attributes:
@@ -94,7 +94,7 @@ class Stored:
     file: str = ""
 
     @classmethod
-    def from_tensor(cls, tensor: "torch.Tensor", file: str = "") -> "Stored":
+    def from_tensor(cls, tensor: "torch.Tensor", file: str = "") -> "StoredTensor":
         dtype = str(tensor.dtype).removeprefix("torch.")
         return cls(_DTYPES.get(dtype, dtype), tuple(tensor.shape), tensor, file)
 
@@ -103,7 +103,7 @@ class Stored:
         return f"{self.file}: " if self.file else ""
 
 
-def _safetensors(path: str, file: str) -> Iterator[tuple[str, Stored]]:
+def _safetensors(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -112,10 +112,10 @@ def _safetensors(path: str, file: str) -> Iterator[tuple[str, Stored]]:
         raise ValueError(f"{file} is no safetensors file: {error}") from error
     for name in opened.keys():
         values = opened.get_slice(name)
-        yield name, Stored(values.get_dtype(), tuple(values.get_shape()), values, file)
+        yield name, StoredTensor(values.get_dtype(), tuple(values.get_shape()), values, file)
 
 
-def _pickled(path: str, file: str) -> Iterator[tuple[str, Stored]]:
+def _pickled(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
     import torch
 
     try:
@@ -126,7 +126,7 @@ def _pickled(path: str, file: str) -> Iterator[tuple[str, Stored]]:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{file} must hold tensors by name")
     for name, tensor in state.items():
-        yield name, Stored.from_tensor(tensor, file)
+        yield name, StoredTensor.from_tensor(tensor, file)
 
 
 def weight_files(folder: str) -> list[str]:
@@ -151,7 +151,7 @@ def _indexed(folder: str, names: list[str]) -> list[str]:
     return sorted(files)
 
 
-def tensors_of(checkpoint: str) -> Iterator[tuple[str, Stored]]:
+def tensors_of(checkpoint: str) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a local checkpoint's tensors. Raises ValueError, in one line, if SGLang cannot."""
     folder = os.path.expanduser(checkpoint)
     for file in weight_files(folder):

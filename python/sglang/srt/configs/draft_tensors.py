@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import FLOATS, INTEGERS, Stored
+from sglang_dflash.srt.configs.checkpoint import FLOATS, INTEGERS, StoredTensor
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.fields import Shapes
 from sglang_dflash.srt.configs.quantization import DraftQuantization, Scheme, quantization_of
@@ -74,7 +74,7 @@ class ExaminedTensors:
 def examine_tensors(
     hf_config: Any,
     draft: DFlashDraftConfig,
-    tensors: Iterable[tuple[str, Stored]],
+    tensors: Iterable[tuple[str, StoredTensor]],
     checkpoint: str = "draft",
     is_update: bool = False,
 ) -> ExaminedTensors:
@@ -93,7 +93,7 @@ def examine_tensors(
     """
     quantization = quantization_of(hf_config, checkpoint)
     expected, required = expected_tensors(hf_config, draft)
-    found, read = ExaminedTensors(), dict[str, Stored]()
+    found, read = ExaminedTensors(), dict[str, StoredTensor]()
     try:
         for full_name, stored in tensors:
             name = canonical_name(full_name)
@@ -109,7 +109,7 @@ def examine_tensors(
     except ValueError as error:  # a file that cannot be read
         found.problems.append(str(error))
         return found
-    modules: dict[str, dict[str, Stored]] = {}
+    modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in read.items():
         if not is_ignored(name) and (name != "d2t" or draft.has_own_vocabulary):
             module, _, part = name.rpartition(".")
@@ -136,7 +136,7 @@ def examine_tensors(
 def _add_module(
     quantization: DraftQuantization | None,
     module: str,
-    parts: Mapping[str, Stored],
+    parts: Mapping[str, StoredTensor],
     expected: Shapes,
     may_be_dense: bool,
     found: ExaminedTensors,
@@ -174,7 +174,7 @@ def _add_module(
 
 
 def _quantized_problems(
-    scheme: Scheme | None, module: str, parts: Mapping[str, Stored], shape: tuple[int, ...]
+    scheme: Scheme | None, module: str, parts: Mapping[str, StoredTensor], shape: tuple[int, ...]
 ) -> Iterator[str]:
     """List faults of a quantized module's tensors, given by the last part of their names."""
     if scheme is None:

@@ -35,7 +35,7 @@ class OtherMethodError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SchemeTensor:
     """One tensor of a quantized module: its possible element types and shapes."""
 
     dtypes: tuple[str, ...]
@@ -83,37 +83,44 @@ class Scheme:
             return f"its {columns} columns cannot be packed in pairs"
         return None
 
-    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+    def parts(self, rows: int, columns: int) -> dict[str, SchemeTensor]:
         """Return the tensors of a weight of this shape, by the last part of their names."""
         scales = self._scale_shapes(rows, columns)
         one = ((1,), ())
-        halves = Part(("U8",), ((rows, columns // 2),))
-        found: dict[str, Part]
+        halves = SchemeTensor(("U8",), ((rows, columns // 2),))
+        found: dict[str, SchemeTensor]
         if self.layout == "pack-quantized":
             words = math.ceil(columns * self.bits / 32)
             found = {
-                "weight_packed": Part(("I32",), ((rows, words),)),
-                "weight_scale": Part(FLOATS, scales),
-                "weight_shape": Part(("I64", "I32"), ((2,),)),
+                "weight_packed": SchemeTensor(("I32",), ((rows, words),)),
+                "weight_scale": SchemeTensor(FLOATS, scales),
+                "weight_shape": SchemeTensor(("I64", "I32"), ((2,),)),
             }
             if not self.is_symmetric:
                 zero_rows = math.ceil(rows * self.bits / 32)
-                found["weight_zero_point"] = Part(("I32",), ((zero_rows, *scales[0][1:]),))
+                found["weight_zero_point"] = SchemeTensor(("I32",), ((zero_rows, *scales[0][1:]),))
             if self.has_order:
-                found["weight_g_idx"] = Part(("I32", "I64"), ((columns,),))
+                found["weight_g_idx"] = SchemeTensor(("I32", "I64"), ((columns,),))
         elif self.layout in ("int8", "fp8", "modelopt-fp8"):
             stored = ("I8",) if self.layout == "int8" else _FP8
-            found = {"weight": Part(stored, ((rows, columns),)), self.scale: Part(FLOATS, scales)}
+            found = {
+                "weight": SchemeTensor(stored, ((rows, columns),)),
+                self.scale: SchemeTensor(FLOATS, scales),
+            }
             if not self.is_symmetric:
-                found["weight_zero_point"] = Part(("I8",), scales)
+                found["weight_zero_point"] = SchemeTensor(("I8",), scales)
         elif self.layout == "mxfp4":
-            found = {"weight_packed": halves, "weight_scale": Part(_MXFP4_SCALES, scales)}
+            found = {"weight_packed": halves, "weight_scale": SchemeTensor(_MXFP4_SCALES, scales)}
         else:  # ModelOpt's own names differ
             weight, factor = "weight_packed", "weight_global_scale"
             if self.layout == "modelopt-nvfp4":
                 weight, factor = "weight", "weight_scale_2"
-            found = {weight: halves, "weight_scale": Part(_FP8, scales), factor: Part(("F32",), one)}
-        unread = Part((*FLOATS, *_FP8), (*one, *scales), is_required=False)
+            found = {
+                weight: halves,
+                "weight_scale": SchemeTensor(_FP8, scales),
+                factor: SchemeTensor(("F32",), one),
+            }
+        unread = SchemeTensor((*FLOATS, *_FP8), (*one, *scales), is_required=False)
         names = "input_scale", "input_global_scale", "k_scale", "v_scale"
         return found | dict.fromkeys(names, unread)
 
@@ -131,7 +138,7 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SchemeGroup:
     """Modules of one scheme, by expressions of their names. None: they are dense."""
 
     targets: tuple[re.Pattern[str], ...]
@@ -150,7 +157,7 @@ class DraftQuantization:
 
     method: str
     names: tuple[str, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[SchemeGroup, ...]
     ignore: tuple[re.Pattern[str], ...] = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
@@ -257,7 +264,7 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
             scheme = _compressed_scheme(group.get("weights"), group.get("format") or raw.get("format"))
         except ValueError as error:
             raise ValueError(f"config_groups.{name} {error}") from error
-        found.append(Group(_patterns(group.get("targets"), f"config_groups.{name}.targets"), scheme))
+        found.append(SchemeGroup(_patterns(group.get("targets"), f"config_groups.{name}.targets"), scheme))
     ignore = _patterns(raw.get("ignore"), "ignore")
     return DraftQuantization("compressed-tensors", _COMPRESSED_TENSORS, tuple(found), ignore)
 
@@ -327,7 +334,7 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
         scheme = Scheme("fp8", bits=8, strategy="block", block=block, scale="weight_scale_inv")
     fields = ("ignored_layers", "modules_to_not_convert")
     ignore = tuple(name for field in fields for name in _patterns(raw.get(field), field, "parts"))
-    return DraftQuantization("fp8", ("fp8",), (Group(ALL_LINEAR, scheme),), ignore)
+    return DraftQuantization("fp8", ("fp8",), (SchemeGroup(ALL_LINEAR, scheme),), ignore)
 
 
 # ModelOpt's quant_algo -> layout
@@ -351,7 +358,7 @@ def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
         ]
     else:
         schemes = [(ALL_LINEAR, raw)]
-    groups = tuple(Group(targets, _modelopt_scheme(fields)) for targets, fields in schemes)
+    groups = tuple(SchemeGroup(targets, _modelopt_scheme(fields)) for targets, fields in schemes)
     names = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
     return DraftQuantization("modelopt", names, groups, ignore)
 

@@ -26,7 +26,7 @@ def _as_json(value: Any) -> str:
     return json.dumps(int(value) if is_whole else value, default=str).lower()
 
 
-class Field(NamedTuple):
+class FieldRule(NamedTuple):
     """A field that makes the draft another model, unless its value is read.
 
     Attributes:
@@ -61,24 +61,28 @@ NAMED = {"domino": _DOMINO, "dspark": _DSPARK, "lilicorr": _LILICORR, "mla": _ML
 _DOMINO_SIZES = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
 # Fields of `dflash_config` and of the top level, by name, or by the beginning of several names.
 FIELDS = {
-    "projector_type": Field(_PROJECTOR, ("dflash", "dflash2")),
-    **dict.fromkeys(("prefix_gru", "shift_label", *_DOMINO_SIZES), Field(_DOMINO)),
-    "attention_mode": Field(_ATTENTION, ("gqa", "mha")),
-    "attention_modes": Field(_ATTENTION, ("gqa", "mha"), is_list=True),
-    "selector_": Field(_SELECTOR),
-    "lilicorr_": Field(_LILICORR),
-    "markov_": Field(_DSPARK),
-    "conv_": Field("this option of convolutions, under this architecture,"),
-    "attention_sink_bias": Field("attention sinks"),
-    "attention_value_scale": Field("scaled values"),
-    "use_gemma_norm": Field("Gemma's RMSNorm"),
-    "kv_lora_rank": Field("the width of latent attention (MLA)"),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), Field("a mixture of experts")),
-    **dict.fromkeys(("rope_is_neox_style", "is_neox_style"), Field("interleaved rotary embeddings", (True,))),
-    **dict.fromkeys(("micro_", "max_prev_micro_"), Field(_MICRO)),
-    "anchor_len": Field(_MICRO, (1,)),
+    "projector_type": FieldRule(_PROJECTOR, ("dflash", "dflash2")),
+    **dict.fromkeys(("prefix_gru", "shift_label", *_DOMINO_SIZES), FieldRule(_DOMINO)),
+    "attention_mode": FieldRule(_ATTENTION, ("gqa", "mha")),
+    "attention_modes": FieldRule(_ATTENTION, ("gqa", "mha"), is_list=True),
+    "selector_": FieldRule(_SELECTOR),
+    "lilicorr_": FieldRule(_LILICORR),
+    "markov_": FieldRule(_DSPARK),
+    "conv_": FieldRule("this option of convolutions, under this architecture,"),
+    "attention_sink_bias": FieldRule("attention sinks"),
+    "attention_value_scale": FieldRule("scaled values"),
+    "use_gemma_norm": FieldRule("Gemma's RMSNorm"),
+    "kv_lora_rank": FieldRule("the width of latent attention (MLA)"),
+    **dict.fromkeys(
+        ("num_experts", "num_local_experts", "n_routed_experts"), FieldRule("a mixture of experts")
+    ),
+    **dict.fromkeys(
+        ("rope_is_neox_style", "is_neox_style"), FieldRule("interleaved rotary embeddings", (True,))
+    ),
+    **dict.fromkeys(("micro_", "max_prev_micro_"), FieldRule(_MICRO)),
+    "anchor_len": FieldRule(_MICRO, (1,)),
 }
-_ROTARY_SHARE = Field("partial rotary embeddings", (1,))
+_ROTARY_SHARE = FieldRule("partial rotary embeddings", (1,))
 # Of these, what the built-in does not run under DFLASH either.
 BUILTIN_LACKS = (_PROJECTOR, _DSPARK, _SELECTOR, _ATTENTION, _MICRO, _MLA, _KDA)
 # Other models of drafts that the built-in runs under DFLASH.
@@ -149,7 +153,7 @@ def variant_findings(
     return found + [Unsupported(problem, True) for problem in _rope_problems(config)]
 
 
-def field_of(name: Any) -> Field | None:
+def field_of(name: Any) -> FieldRule | None:
     """Return a field's entry in FIELDS; one that ends in "_" is that of all that begin so."""
     return next((f for e, f in FIELDS.items() if name == e or e[-1] == "_" and str(name).startswith(e)), None)
 

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
-from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Finding, Pair, fault, mask_tokens, note
-from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
-from sglang_dflash.srt.doctor.readings import (
+from sglang_dflash.srt.doctor.interpretations import (
     AS_CONFIGURED,
-    Block,
-    Drafts,
-    Evidence,
-    Reading,
-    Text,
+    Interpretation,
+    LikelihoodGain,
+    Transcript,
+    TranscriptDrafts,
+    VerifiedBlock,
     blocks,
     compare,
     draft_everywhere,
-    other_readings,
+    other_interpretations,
 )
+from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Finding, Pair, fault, mask_tokens, note
+from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.layers.dequantize import take_quantized_modules
 
 # The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
@@ -28,7 +28,7 @@ from sglang_dflash.srt.layers.dequantize import take_quantized_modules
 SAMPLES_PER_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 3, 72, 0.7
 BRANCH_EVERY, BRANCH_TOKENS = 24, 20
 _BATCH = 32
-# Standard errors from which a better reading is a fault, or a hint, and the least gain that matters.
+# Standard errors from which a better interpretation is a fault, or a hint, and the least gain that matters.
 _CERTAIN, _HINT, _WORTHWHILE = 4.0, 2.5, 0.01
 _HOPELESS = 1.15  # accept length at which the draft and the target have nothing to do with each other
 
@@ -41,7 +41,7 @@ class Acceptance:
     by_position: tuple[float, ...]  # share of blocks whose k-th token was accepted
 
     @classmethod
-    def over(cls, texts: Sequence[Text], found: Sequence[list[Block]]) -> "Acceptance":
+    def over(cls, texts: Sequence[Transcript], found: Sequence[list[VerifiedBlock]]) -> "Acceptance":
         """Average over the blocks of each text; one that reaches beyond its text is left out."""
         pairs = [(block, text) for text, own in zip(texts, found, strict=True) for block in own]
         whole = [block for block, text in pairs if block.anchor + len(block.tokens) < len(text.tokens)]
@@ -53,21 +53,21 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One reading over all prompts, compared with the checkpoint as configured."""
+class InterpretationResult:
+    """One interpretation over all prompts, compared with the checkpoint as configured."""
 
-    reading: Reading
+    interpretation: Interpretation
     acceptance: Acceptance
-    evidence: Evidence
+    evidence: LikelihoodGain
 
 
 @dataclass(frozen=True)
 class Measurement:
     """Everything that was measured."""
 
-    texts: list[Text]  # answers to the prompts
-    drafts: list[Drafts]  # of each text, as configured
-    outcomes: list[Outcome]  # of each reading; the first is the checkpoint as configured
+    texts: list[Transcript]  # answers to the prompts
+    drafts: list[TranscriptDrafts]  # of each text, as configured
+    outcomes: list[InterpretationResult]  # of each interpretation; the first is the checkpoint as configured
     observations: int  # positions behind the evidence
     device: str
     decode: Callable[[list[int]], str]
@@ -95,13 +95,13 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Observed:
+class TargetTranscripts:
     """Texts of the target alone: answers to the prompts, and branches for the evidence."""
 
     target: Any
     tokenizer: Any
-    texts: list[Text]
-    branches: list[Text]
+    texts: list[Transcript]
+    branches: list[Transcript]
 
 
 def observe(
@@ -110,7 +110,7 @@ def observe(
     max_new_tokens: int,
     device: str | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Observed:
+) -> TargetTranscripts:
     """Decode the prompts greedily, and some branches. Raises BadInput."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = _load_target(checkpoint, device, dtype)
@@ -132,19 +132,19 @@ def observe(
             f"{checkpoint.name}: ends every answer at once, so there is nothing to measure; "
             "take other --prompts"
         )
-    return Observed(target, tokenizer, texts, branches)
+    return TargetTranscripts(target, tokenizer, texts, branches)
 
 
-def measure(pair: Pair, observed: Observed) -> Measurement:
-    """Draft at every position of the target's texts, by every reading of the draft."""
+def measure(pair: Pair, observed: TargetTranscripts) -> Measurement:
+    """Draft at every position of the target's texts, by every interpretation of the draft."""
     draft = load_draft(pair, observed.target)
-    outcomes: list[Outcome] = []
-    configured: list[Drafts] = []
-    for reading in (AS_CONFIGURED, *other_readings(draft, mask_tokens(pair.target.tokenizer))):
-        if observed.texts[0].has_states(reading.boundaries(draft.draft.target_layer_ids)):
-            acceptance, drafts = draft_texts(draft, observed, reading)
+    outcomes: list[InterpretationResult] = []
+    configured: list[TranscriptDrafts] = []
+    for interpretation in (AS_CONFIGURED, *other_interpretations(draft, mask_tokens(pair.target.tokenizer))):
+        if observed.texts[0].has_states(interpretation.boundaries(draft.draft.target_layer_ids)):
+            acceptance, drafts = draft_texts(draft, observed, interpretation)
             configured = configured or drafts
-            outcomes.append(Outcome(reading, acceptance, compare(configured, drafts)))
+            outcomes.append(InterpretationResult(interpretation, acceptance, compare(configured, drafts)))
     return Measurement(
         texts=observed.texts,
         drafts=configured[: len(observed.texts)],
@@ -155,13 +155,15 @@ def measure(pair: Pair, observed: Observed) -> Measurement:
     )
 
 
-def draft_texts(draft: PlainDraft, observed: Observed, reading: Reading) -> tuple[Acceptance, list[Drafts]]:
-    """Draft all texts by one reading.
+def draft_texts(
+    draft: PlainDraft, observed: TargetTranscripts, interpretation: Interpretation
+) -> tuple[Acceptance, list[TranscriptDrafts]]:
+    """Draft all texts by one interpretation.
 
     Returns:
         The acceptance over the answers, and the drafts of the answers and of the branches after them.
     """
-    drafts = [draft_everywhere(draft, text, reading) for text in observed.texts + observed.branches]
+    drafts = [draft_everywhere(draft, text, interpretation) for text in observed.texts + observed.branches]
     own = [blocks(*text_and_drafts) for text_and_drafts in zip(observed.texts, drafts, strict=False)]
     return Acceptance.over(observed.texts, own), drafts
 
@@ -169,20 +171,20 @@ def draft_texts(draft: PlainDraft, observed: Observed, reading: Reading) -> tupl
 def findings(measured: Measurement) -> Iterator[Finding]:
     """Judge the figures.
 
-    Only the best of the better readings is a fault: they are guesses at one and the same mistake.
+    Only the best of the better interpretations is a fault: they are guesses at one and the same mistake.
     """
     length = measured.configured.length
     better = [o for o in measured.outcomes if o.evidence.gain >= _WORTHWHILE and o.evidence.t >= _HINT]
     if better:
         best = max(better, key=lambda outcome: outcome.evidence.gain)
         problem = (
-            f"{best.reading.problem}: {best.evidence.gain:.2f} nats a token, {best.evidence.t:.1f} standard "
-            f"errors, accept length {best.acceptance.length:.2f} instead of {length:.2f}"
+            f"{best.interpretation.problem}: {best.evidence.gain:.2f} nats a token, {best.evidence.t:.1f} "
+            f"standard errors, accept length {best.acceptance.length:.2f} instead of {length:.2f}"
         )
         if best.evidence.t >= _CERTAIN:
-            yield fault(problem, best.reading.advice)
+            yield fault(problem, best.interpretation.advice)
         else:
-            advice = f"Measure with more --prompts; if it stays: {best.reading.advice}"
+            advice = f"Measure with more --prompts; if it stays: {best.interpretation.advice}"
             yield note(f"{problem} (weak evidence)", advice)
     if length < _HOPELESS:
         yield fault(
@@ -291,14 +293,14 @@ def _continue(
     return found
 
 
-def _capture_all(target: Any, texts: list[list[int]], prompts: Sequence[list[int]]) -> list[Text]:
+def _capture_all(target: Any, texts: list[list[int]], prompts: Sequence[list[int]]) -> list[Transcript]:
     """Capture the texts that continue their prompts by more than one token."""
     pairs = zip(texts, prompts, strict=True)
     return [capture(target, ids, len(prompt)) for ids, prompt in pairs if len(ids) - len(prompt) > 1]
 
 
 @torch.no_grad()
-def capture(target: Any, ids: list[int], prompt_length: int) -> Text:
+def capture(target: Any, ids: list[int], prompt_length: int) -> Transcript:
     """Run one forward over a finished text, for the states of all layers."""
     tokens = torch.tensor(ids, device=target.device)
     before_norm: list[torch.Tensor] = []
@@ -313,4 +315,4 @@ def capture(target: Any, ids: list[int], prompt_length: int) -> Text:
         if hook:
             hook.remove()
     states = [state[0] for state in output.hidden_states[:-1]] + [before_norm[0][0] if before_norm else None]
-    return Text(prompt_length, tokens, output.logits[0].argmax(dim=-1), states)
+    return Transcript(prompt_length, tokens, output.logits[0].argmax(dim=-1), states)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
-from sglang_dflash.srt.configs.checkpoint import Stored, read_object, tensors_of
+from sglang_dflash.srt.configs.checkpoint import StoredTensor, read_object, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_kinds import (
@@ -60,7 +60,7 @@ class Checkpoint:
         return any(self.folder.glob("*.safetensors"))
 
     @cached_property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor, by our name of it. Raises BadInput."""
         if not self.has_tensors:
             raise BadInput(f"{self.name}: no safetensors file there")

@@ -40,7 +40,7 @@ class PlainDraft(ABC):
     """A draft in plain PyTorch.
 
     `mask_token_id`, `embedding_scale`, `rotary_share` and `weights` may be changed, to draft by another
-    reading of the checkpoint.
+    interpretation of the checkpoint.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
+from sglang_dflash.srt.doctor.interpretations import blocks
 from sglang_dflash.srt.doctor.measure import Measurement
 from sglang_dflash.srt.doctor.pair import FAULT, Checkpoint, Finding, Pair
-from sglang_dflash.srt.doctor.readings import blocks
 
 _NO_XML = re.compile("[^\n\t -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -75,14 +75,14 @@ def figures(measured: Measurement) -> str:
         f"{'if read with':<28}accept length   likelihood of the target's tokens "
         f"({measured.observations} positions)",
     ]
-    lines += [f"{label:<28}{length:>13}   {words}" for label, length, words in readings(measured)]
+    lines += [f"{label:<28}{length:>13}   {words}" for label, length, words in interpretations(measured)]
     return "\n".join(lines)
 
 
-def readings(measured: Measurement) -> list[tuple[str, str, str]]:
+def interpretations(measured: Measurement) -> list[tuple[str, str, str]]:
     """Return rows of text: what the checkpoint was read with, accept length, likelihood."""
     configured, *others = [
-        (outcome.reading.label, f"{outcome.acceptance.length:.2f}", str(outcome.evidence))
+        (outcome.interpretation.label, f"{outcome.acceptance.length:.2f}", str(outcome.evidence))
         for outcome in measured.outcomes
     ]
     return [(*configured[:2], "(the reference)"), *others]
@@ -106,7 +106,11 @@ def as_json(pair: Pair, found: Sequence[Finding], measured: Measurement | None =
             "num_tokens": measured.num_tokens,
             "num_observations": measured.observations,
             "readings": [
-                {"read_with": outcome.reading.label, **asdict(outcome.acceptance), **asdict(outcome.evidence)}
+                {
+                    "read_with": outcome.interpretation.label,
+                    **asdict(outcome.acceptance),
+                    **asdict(outcome.evidence),
+                }
                 for outcome in measured.outcomes
             ],
         }
@@ -117,7 +121,7 @@ def page(pair: Pair, found: Sequence[Finding], measured: Measurement | None) -> 
     """Return the page; `measured` is None if nothing was measured."""
     folder = FileSystemLoader(Path(__file__).parent)
     made = Environment(loader=folder, autoescape=True, trim_blocks=True, undefined=StrictUndefined)
-    made.globals |= dict(describe_draft=describe_draft, answers=_answers, readings=readings)
+    made.globals |= dict(describe_draft=describe_draft, answers=_answers, interpretations=interpretations)
     template = made.get_template("page.html.jinja")
     return _NO_XML.sub("\ufffd", template.render(pair=pair, found=found, measured=measured))
 

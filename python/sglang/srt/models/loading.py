@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 
-from sglang_dflash.srt.configs.checkpoint import Stored
+from sglang_dflash.srt.configs.checkpoint import StoredTensor
 from sglang_dflash.srt.configs.draft_tensors import (
     ExaminedTensors,
     canonical_name,
@@ -36,7 +36,7 @@ def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> t
     """
     config = copy.copy(model.config)  # as the file has it: on a CPU SGLang rounds up the width of the MLP
     config.intermediate_size = getattr(config, "original_intermediate_size", config.intermediate_size)
-    stored = ((name, Stored.from_tensor(tensor)) for name, tensor in named)
+    stored = ((name, StoredTensor.from_tensor(tensor)) for name, tensor in named)
     found = examine_tensors(config, model.draft, stored, is_update=model.takes_parts)
     # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
     problems = found.problems or _late_modules(model, found.shapes)

@@ -19,7 +19,7 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dflash.srt.configs.checkpoint import FLOATS, Stored, find_file, read_config, tensors_of
+from sglang_dflash.srt.configs.checkpoint import FLOATS, StoredTensor, find_file, read_config, tensors_of
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_tensors import (
     EMBEDDING,
@@ -91,7 +91,7 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def stored_tensors(checkpoint: str, revision: str | None) -> dict[str, Stored] | None:
+def stored_tensors(checkpoint: str, revision: str | None) -> dict[str, StoredTensor] | None:
     """Return the tensors of a target's files by name, without values.
 
     Returns None for files without readable headers (GGUF, remote weights).
@@ -113,11 +113,11 @@ def without_prefix(name: str) -> str:
     return name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
 
 
-def check_tensors(sent: Weights, expected: dict[str, Stored], key: Callable[[str], str] = str) -> None:
+def check_tensors(sent: Weights, expected: dict[str, StoredTensor], key: Callable[[str], str] = str) -> None:
     """Raise ValueError naming each tensor of unknown name, other shape or other dtype."""
     problems = []
     for name, tensor in sent:
-        one, known = Stored.from_tensor(tensor), expected.get(key(name))
+        one, known = StoredTensor.from_tensor(tensor), expected.get(key(name))
         if known is None:
             problems.append(f"{name}: the model has no such tensor")
         elif one.shape != known.shape:
@@ -163,7 +163,7 @@ class RoutedUpdater:
         self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
 
     @functools.cached_property
-    def _stored_tensors(self) -> dict[str, Stored] | None:
+    def _stored_tensors(self) -> dict[str, StoredTensor] | None:
         return stored_tensors(*self._started_with)
 
     def __getattr__(self, name: str) -> Any:
@@ -296,7 +296,7 @@ class RoutedUpdater:
         """Raise ValueError for tensors that do not fit the checkpoint, or the model's parameters."""
         if load_format == "direct":
             parameters = self._model.named_parameters()
-            check_tensors(own, {name: Stored.from_tensor(parameter) for name, parameter in parameters})
+            check_tensors(own, {name: StoredTensor.from_tensor(parameter) for name, parameter in parameters})
         elif load_format is not None:
             pass  # a loader of the user's own, which may take other names
         elif self._of_draft:

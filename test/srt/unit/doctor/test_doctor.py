@@ -19,9 +19,9 @@ from training import quantization_cost
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, static_checks
+from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, blocks, other_interpretations
 from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
-from sglang_dflash.srt.doctor.readings import AS_CONFIGURED, blocks, other_readings
 from sglang_dflash.srt.doctor.report import as_json, page
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT, DFLASH2_DRAFT)
@@ -218,13 +218,13 @@ def test_a_draft_is_no_target(capsys):
 
 
 @pytest.fixture(scope="module")
-def observed() -> measure.Observed:
+def observed() -> measure.TargetTranscripts:
     """The bundled target's answers; they involve no draft, so all tests share them."""
     torch.set_num_threads(1)
     return measure.observe(Checkpoint.open(str(TARGET), with_tensors=False), PROMPTS, 64, "cpu")
 
 
-def some(observed: measure.Observed, every: int) -> measure.Observed:
+def some(observed: measure.TargetTranscripts, every: int) -> measure.TargetTranscripts:
     """Return one of so many texts, and half as many branches."""
     return replace(observed, texts=observed.texts[::every], branches=observed.branches[:: 2 * every])
 
@@ -237,7 +237,7 @@ def measured_pair(draft: Path, observed) -> tuple[Pair, measure.Measurement]:
 @pytest.fixture(
     scope="module",
     params=[
-        # No other reading comes near a finding: the best one gains 0.001 nats, 0.1 standard errors.
+        # No other interpretation comes near a finding: the best one gains 0.001 nats, 0.1 standard errors.
         pytest.param((PEAGLE_DRAFT, 3), id="some texts"),
         *(pytest.param((draft, 1), id=draft.name, marks=pytest.mark.long) for draft in BUNDLED),
     ],
@@ -340,14 +340,14 @@ def test_layer_ids_one_too_low(observed, tmp_path):
 
 
 def test_layer_ids_one_too_low_show_with_a_selector(observed, tmp_path):
-    """The right reading fits best. The built-in prompts are too few for more than that figure.
+    """The right interpretation fits best. The built-in prompts are too few for more than that figure.
 
     It gains 0.06 nats on a third of the texts.
     """
     draft = make_draft(tmp_path / "draft", base=DFLASH2_DRAFT, **LAYER_IDS_TOO_LOW)
     _, found = measured_pair(draft, some(observed, 3))
     best = max(found.outcomes, key=lambda outcome: outcome.evidence.gain)
-    assert best.reading.label == "layer ids one higher" and best.evidence.gain > 0.01, found.outcomes
+    assert best.interpretation.label == "layer ids one higher" and best.evidence.gain > 0.01, found.outcomes
 
 
 @pytest.mark.parametrize(
@@ -423,18 +423,23 @@ def test_a_quantised_draft_is_no_fault(tmp_path, capsys):
     "configured, scale, other", [(None, 3.0, "as in the table"), (1.0, 1.0, "scaled as")]
 )
 def test_the_scale_of_embeddings(configured, scale, other, tmp_path):
-    """The server's law for a target whose module scales embeddings, and the other one as a reading."""
+    """The server's law for a target whose module scales embeddings, and the other one as a interpretation."""
     nested = {} if configured is None else {"dflash_config": {"input_embedding_scale": configured}}
     folder = make_draft(tmp_path / "draft", **nested)
     pair = open_pair(folder)
     table = torch.ones(4, 256)
     draft = plain_draft(pair.config, pair.hf_config, {}, table, table, 3.0)
     assert torch.equal(draft._embed(torch.tensor([1])), table[:1] * scale)
-    found = [reading for reading in other_readings(draft, {}) if "embedding_scale" in reading.changes]
+    found = [
+        interpretation
+        for interpretation in other_interpretations(draft, {})
+        if "embedding_scale" in interpretation.changes
+    ]
     assert len(found) == 1 and other in found[0].label
 
 
-# A draft's config with a factor -> the reading that a server takes, and the one that is tried beside it.
+# A draft's config with a factor -> the interpretation that a server takes, and the one that is tried beside
+# it.
 SHARES = {
     "at the top, as a target's": ({"partial_rotary_factor": 0.5}, 0.5, 1.0),
     "of the default kind": (
@@ -454,8 +459,8 @@ def test_a_doubtful_rotary_share_is_measured_both_ways(name, observed, tmp_path,
     assert "partial_rotary_factor is 0.5, as the target's may be" in capsys.readouterr().out
     pair, found = measured_pair(folder, some(observed, 5))
     assert pair.rotary_shares == (taken, other)
-    [tried] = [o for o in found.outcomes if "of each head rotated" in o.reading.label]
-    assert tried.reading.changes == {"rotary_share": other}
+    [tried] = [o for o in found.outcomes if "of each head rotated" in o.interpretation.label]
+    assert tried.interpretation.changes == {"rotary_share": other}
     faults = measured_faults(pair, found)
     if taken == 1.0:
         assert not faults and tried.evidence.t < -4
@@ -535,11 +540,11 @@ def test_the_report_as_json(tmp_path, capsys):
 def test_measured_figures_as_json(bundled):
     pair, found = bundled
     report = json.loads(json.dumps(as_json(pair, [], found)))["measured"]
-    readings = {reading["read_with"]: reading for reading in report["readings"]}
-    assert list(readings)[0] == "as configured" and "layer ids one lower" in readings
-    assert readings["as configured"]["length"] == found.configured.length
-    assert readings["as configured"]["by_position"] == list(found.configured.by_position)
-    assert readings["layer ids one lower"]["gain"] == found.outcomes[1].evidence.gain
+    interpretations = {interpretation["read_with"]: interpretation for interpretation in report["readings"]}
+    assert list(interpretations)[0] == "as configured" and "layer ids one lower" in interpretations
+    assert interpretations["as configured"]["length"] == found.configured.length
+    assert interpretations["as configured"]["by_position"] == list(found.configured.by_position)
+    assert interpretations["layer ids one lower"]["gain"] == found.outcomes[1].evidence.gain
     assert report["num_prompts"] == len(found.texts)
 
 

@@ -1,4 +1,4 @@
-"""Other readings of a checkpoint: layer ids, mask token, embeddings, RoPE, selector.
+"""Other interpretations of a checkpoint: layer ids, mask token, RoPE, selector and more.
 
 Acceptance does not distinguish neighbouring layers of a target: it moves by a few percent, in either
 direction. The likelihood that the draft gives to the target's tokens does, over the same positions, if there
@@ -16,14 +16,14 @@ import torch
 from sglang_dflash.srt.doctor.plain_drafts import PlainDFlash2, PlainDraft
 
 # A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an
-# improvement. So each reading is compared at the temperature that suits it best.
+# improvement. So each interpretation is compared at the temperature that suits it best.
 TEMPERATURES = (0.8, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
 _ANCHORS_AT_ONCE = 32
 _CLUSTER = 24  # neighbouring positions are correlated; this many count as one observation
 
 
 @dataclass(frozen=True)
-class Text:
+class Transcript:
     """A prompt and the target's continuation.
 
     `states` are [T, hidden] per layer boundary: entry 0 the embedding, entry i the output of layer i - 1;
@@ -44,11 +44,11 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Interpretation:
     """One way to read the checkpoint.
 
-    `problem` and `advice` describe the fault if this reading is the right one. `shift` is added to the layer
-    ids, and `changes` are attributes that the plain draft gets.
+    `problem` and `advice` describe the fault if this interpretation is the right one. `shift` is added to the
+    layer ids, and `changes` are attributes that the plain draft gets.
     """
 
     label: str
@@ -64,28 +64,30 @@ class Reading:
         return found[::-1] if self.reversed_states else found
 
 
-AS_CONFIGURED = Reading("as configured")
+AS_CONFIGURED = Interpretation("as configured")
 
 
-def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Reading]:
-    """List other readings of a checkpoint, given the target's mask tokens by id."""
+def other_interpretations(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Interpretation]:
+    """List other interpretations of a checkpoint, given the target's mask tokens by id."""
     found = []
     for shift, direction, verb in ((-1, "lower", "Subtract one from"), (1, "higher", "Add one to")):
         problem = f"the draft fits better with every target layer id one {direction}"
         counted = "z-lab counts layer outputs, the speculators library inputs"
         advice = f"{verb} each layer id in config.json ({counted})"
-        found.append(Reading(f"layer ids one {direction}", problem, advice, shift=shift))
+        found.append(Interpretation(f"layer ids one {direction}", problem, advice, shift=shift))
     if len(draft.draft.target_layer_ids) > 1:
         problem = "the draft fits better with the target's layers in reversed order"
         advice = "Reverse the column blocks of fc.weight: SGLang passes the lowest layer first"
-        found.append(Reading("target layers reversed", problem, advice, reversed_states=True))
+        found.append(Interpretation("target layers reversed", problem, advice, reversed_states=True))
     for token_id, name in mask_tokens.items():
         if token_id != draft.mask_token_id:
             problem = f"the draft fits better with {name} ({token_id}) as its mask token"
             advice = f"Set mask_token_id to {token_id}"
-            found.append(Reading(f"mask token {name}", problem, advice, changes={"mask_token_id": token_id}))
+            found.append(
+                Interpretation(f"mask token {name}", problem, advice, changes={"mask_token_id": token_id})
+            )
     if draft.target_scale != 1.0:
-        found += _embedding_readings(draft)
+        found += _embedding_interpretations(draft)
     for share in set(draft.ropes) - {draft.rotary_share}:
         problem = (
             f"the draft fits better with {share:g} of each head rotated than with {draft.rotary_share:g}"
@@ -94,7 +96,9 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
         if share < 1:
             advice = f"Set partial_rotary_factor to {share:g} at the top level, for SGLang's built-in DFLASH"
         found.append(
-            Reading(f"{share:g} of each head rotated", problem, advice, changes={"rotary_share": share})
+            Interpretation(
+                f"{share:g} of each head rotated", problem, advice, changes={"rotary_share": share}
+            )
         )
     if isinstance(draft, PlainDFlash2):
         problem = "the draft fits better without its selector"
@@ -102,14 +106,14 @@ def other_readings(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Readi
             "The tensors candidate_selector.* are damaged, in another layout or another draft's: fetch the "
             "draft again"
         )
-        found.append(Reading("selector left out", problem, advice, changes={"has_selector": False}))
+        found.append(Interpretation("selector left out", problem, advice, changes={"has_selector": False}))
     return found
 
 
-def _embedding_readings(draft: PlainDraft) -> list[Reading]:
+def _embedding_interpretations(draft: PlainDraft) -> list[Interpretation]:
     """List the other laws of a target whose module scales embeddings."""
     return [
-        Reading(
+        Interpretation(
             f"embeddings {name}",
             f"the draft fits better with embeddings {name}",
             f"Set dflash_config.input_embedding_scale to {scale:g}",
@@ -121,8 +125,8 @@ def _embedding_readings(draft: PlainDraft) -> list[Reading]:
 
 
 @dataclass(frozen=True)
-class Drafts:
-    """Drafts of one text by one reading, at every anchor from the prompt's end on.
+class TranscriptDrafts:
+    """Drafts of one text by one interpretation, at every anchor from the prompt's end on.
 
     `nll` are the nats that the draft gives to the target's token there. They are NaN beyond the text, and if
     the draft's vocabulary lacks the token.
@@ -134,16 +138,16 @@ class Drafts:
 
 
 @torch.no_grad()
-def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
+def draft_everywhere(draft: PlainDraft, text: Transcript, interpretation: Interpretation) -> TranscriptDrafts:
     """Draft at every anchor of a text, from the end of its prompt on."""
     device, end = text.tokens.device, len(text.tokens)
-    aux_hidden = text.concatenate_states(reading.boundaries(draft.draft.target_layer_ids))
+    aux_hidden = text.concatenate_states(interpretation.boundaries(draft.draft.target_layer_ids))
     target_ids = draft.target_ids
     draft_ids = torch.full((draft.draft.vocab_size,), -1, device=device)
     draft_ids[target_ids] = torch.arange(len(target_ids), device=device)
     first = max(text.prompt_length, 1)
     draft = copy.copy(draft)  # shares its weights
-    for name, value in reading.changes.items():
+    for name, value in interpretation.changes.items():
         setattr(draft, name, value)
     tokens, nll = [], []
     for anchors in torch.arange(first, end - 1, device=device).split(_ANCHORS_AT_ONCE):
@@ -160,14 +164,14 @@ def draft_everywhere(draft: PlainDraft, text: Text, reading: Reading) -> Drafts:
         chosen = logits.gather(-1, ids.clamp(min=0)[..., None])[..., 0]
         by_temperature = [torch.logsumexp(logits / t, dim=-1) - chosen / t for t in TEMPERATURES]
         nll.append(torch.stack(by_temperature).where(known, math.nan))
-    return Drafts(first, torch.cat(tokens), torch.cat(nll, dim=1))
+    return TranscriptDrafts(first, torch.cat(tokens), torch.cat(nll, dim=1))
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Likelihood of the target's tokens by another reading, compared with the configured one."""
+class LikelihoodGain:
+    """Likelihood of the target's tokens by another interpretation, compared with the config."""
 
-    gain: float  # nats per token, positive if the other reading is better
+    gain: float  # nats per token, positive if the other interpretation is better
     t: float  # gain over its standard error, by clusters of neighbouring positions
 
     def __str__(self) -> str:
@@ -175,8 +179,8 @@ class Evidence:
         return f"{self.gain:+.3f} nats a token ({abs(self.t):.1f} standard errors){doubt}"
 
 
-def compare(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:
-    """Compare the drafts of the same texts by two readings."""
+def compare(configured: Sequence[TranscriptDrafts], other: Sequence[TranscriptDrafts]) -> LikelihoodGain:
+    """Compare the drafts of the same texts by two interpretations."""
     temperatures = [_best_temperature(drafts) for drafts in (configured, other)]
     clusters = []
     for ours, theirs in zip(configured, other, strict=True):
@@ -191,17 +195,17 @@ def compare(configured: Sequence[Drafts], other: Sequence[Drafts]) -> Evidence:
     gains = torch.stack(clusters)
     gains = gains[~gains.isnan()]
     if len(gains) < 2:
-        return Evidence(0.0, 0.0)
+        return LikelihoodGain(0.0, 0.0)
     error = (gains.std() / math.sqrt(len(gains))).item()
-    return Evidence(gains.mean().item(), gains.mean().item() / max(error, 1e-9))
+    return LikelihoodGain(gains.mean().item(), gains.mean().item() / max(error, 1e-9))
 
 
-def _best_temperature(drafts: Sequence[Drafts]) -> int:
+def _best_temperature(drafts: Sequence[TranscriptDrafts]) -> int:
     return int(torch.cat([d.nll.flatten(1) for d in drafts], dim=1).nanmean(dim=1).argmin())
 
 
 @dataclass(frozen=True)
-class Block:
+class VerifiedBlock:
     """A verified block: position of its anchor, proposed tokens, number of accepted ones."""
 
     anchor: int
@@ -209,7 +213,7 @@ class Block:
     accepted: int
 
 
-def blocks(text: Text, drafts: Drafts) -> list[Block]:
+def blocks(text: Transcript, drafts: TranscriptDrafts) -> list[VerifiedBlock]:
     """Return the blocks of greedy speculative decoding over a text.
 
     Greedy output is the target's own text whatever is drafted, so the loop walks over drafts made everywhere.
@@ -218,7 +222,7 @@ def blocks(text: Text, drafts: Drafts) -> list[Block]:
     found, anchor = [], drafts.first
     while anchor < len(tokens) - 1:
         block = drafted[anchor - drafts.first]
-        found.append(Block(anchor, block, count_accepted(tokens, anchor, block)))
+        found.append(VerifiedBlock(anchor, block, count_accepted(tokens, anchor, block)))
         anchor += found[-1].accepted + 1
     return found
 
