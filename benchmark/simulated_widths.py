@@ -15,7 +15,7 @@ import numpy as np
 import roofline
 from gpu.shapes import QWEN3_8B, Pair
 
-from sglang_dflash.srt.speculative.cycle.plan import Requests
+from sglang_dflash.srt.speculative.cycle.plan import BatchRequests
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
 from sglang_dflash.srt.speculative.width.estimates import CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
@@ -89,7 +89,7 @@ def gain(costs: CostTable, exact: CostTable, n: int, mix: tuple[str, ...], seed:
     said, born, late = rng.integers(0, ANSWER, n), np.zeros(n, dtype=int), []
     tokens = seconds = 0.0
     for cycle in range(CYCLES):
-        requests = Requests(([], False, int(born.sum())), rows, born, modes)
+        requests = BatchRequests(([], False, int(born.sum())), rows, born, modes)
         lengths = chooser.choose(requests, 0, no_matches, np.full(n, DEPTH)).lengths
         hits = (rng.random(prefix_accept_prob.shape) < accept_probs).cumprod(axis=1).sum(axis=1)
         kept = np.minimum(hits, lengths)

@@ -202,7 +202,7 @@ def _walk(size: Size) -> Pairs:
     gate, *books = (tensor.to(device, size.dtype) for tensor in states)
     found = selector_walk.Candidates(found.ids.to(device), found.unary.to(device), gate)
     draw = inputs.drawing(BS, size.block - 1, 0.8, top_p=0.95)
-    draw = selector_walk.Draw(*(tensor.to(device) for tensor in draw))
+    draw = selector_walk.DrawInputs(*(tensor.to(device) for tensor in draw))
     for drawn in (None, draw):
         arguments = found, anchors.to(device), *books, drawn
         yield selector_walk.walk_triton(*arguments), candidate_selector.walk_torch(*arguments), 1e-4

@@ -5,7 +5,7 @@ import torch
 from sglang_dflash.kernels.ops.speculative import context_kv, peagle_rows
 from sglang_dflash.kernels.ops.speculative.context_kv import KVPoolPointers
 from sglang_dflash.kernels.ops.speculative.penalties import PenaltyTerms
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 
@@ -206,10 +206,10 @@ def random_walk(
     return Candidates(ids, unary, normal(bs, slots, rank)), anchors, *codebooks
 
 
-def drawing(bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, seed=3) -> Draw:
+def drawing(bs: int, slots: int, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, min_p=0.0, seed=3) -> DrawInputs:
     uniforms = torch.rand(bs, slots, generator=torch.Generator().manual_seed(seed))
     number = torch.full((bs,), 1.0)
-    return Draw(
+    return DrawInputs(
         temperature=number * temperature,
         top_k=torch.full((bs,), top_k, dtype=torch.int32),
         top_p=number * top_p,

@@ -124,7 +124,7 @@ def launch_selector_walk(draws: bool, bs=4, width=16):
         torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.zeros(bs, 15, 256, dtype=BF16)
     )
     books, floats = torch.zeros(1000, 256, dtype=BF16), torch.zeros(bs)
-    draw = selector_walk.Draw(*(floats, floats.int(), floats, floats), torch.zeros(bs, 15))
+    draw = selector_walk.DrawInputs(*(floats, floats.int(), floats, floats), torch.zeros(bs, 15))
     anchors = torch.zeros(bs, dtype=torch.int64)
     selector_walk.walk_triton(found, anchors, books, books, draw if draws else None)
 

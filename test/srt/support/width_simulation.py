@@ -9,7 +9,7 @@ from itertools import cycle
 
 import numpy as np
 
-from sglang_dflash.srt.speculative.cycle.plan import Requests
+from sglang_dflash.srt.speculative.cycle.plan import BatchRequests
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 
@@ -136,7 +136,7 @@ class Simulation:
         self.chosen, self.tokens, self.seconds, self.narrow_cycles = [], 0.0, 0.0, 0
         matches, caps, is_new, num_held = np.zeros(n, dtype=int), np.broadcast_to(caps, n), True, 0
         for number in range(cycles):
-            requests = Requests(([], False, int(born.sum())), rows, born, modes)
+            requests = BatchRequests(([], False, int(born.sum())), rows, born, modes)
             if num_held and not is_new:
                 num_held -= 1
                 self.chooser.count_cycle()

@@ -11,7 +11,7 @@ Pure functions; every random number is passed in. Shapes: bs requests, S drafted
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw, walk_triton
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs, walk_triton
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 
 
@@ -20,7 +20,7 @@ def walk(
     anchors: torch.Tensor,
     predecessor_codebook: torch.Tensor,
     successor_codebook: torch.Tensor,
-    draw: Draw | None = None,
+    draw: DrawInputs | None = None,
 ) -> tuple[torch.Tensor, DraftProbs | None]:
     """Return tokens [bs, S] int64 and, if they are sampled, their distributions.
 
@@ -50,7 +50,7 @@ def walk_torch(
     anchors: torch.Tensor,
     predecessor_codebook: torch.Tensor,
     successor_codebook: torch.Tensor,
-    draw: Draw | None,
+    draw: DrawInputs | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`walk_triton` in PyTorch, on any device."""
     ids, gate, unary = candidates.ids, candidates.gate.float(), candidates.unary.float()
@@ -70,7 +70,7 @@ def walk_torch(
     return torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None
 
 
-def slot_probs(scores: torch.Tensor, draw: Draw) -> torch.Tensor:
+def slot_probs(scores: torch.Tensor, draw: DrawInputs) -> torch.Tensor:
     """Turn a slot's scores [bs, K], finite float32, into its conditional distribution."""
     # The largest score is subtracted before the division, whose divisor may be tiny.
     probs = ((scores - scores.amax(dim=1, keepdim=True)) / draw.temperature[:, None]).softmax(dim=1)

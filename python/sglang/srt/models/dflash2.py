@@ -14,7 +14,7 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
 from sglang_dflash.srt.configs.draft_kinds import DFLASH2_ARCHITECTURES, DFlash2DraftConfig
 from sglang_dflash.srt.layers.candidate_selector import walk
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -103,7 +103,7 @@ class CandidateSelector(nn.Module):
         )
 
     def walk(
-        self, candidates: Candidates, anchors: torch.Tensor, draw: Draw | None = None
+        self, candidates: Candidates, anchors: torch.Tensor, draw: DrawInputs | None = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
         """Run `candidate_selector.walk` with these codebooks."""
         return walk(

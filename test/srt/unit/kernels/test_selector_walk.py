@@ -11,7 +11,7 @@ from support.kernel_inputs import NO_LIMIT, drawing, random_walk
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
 from sglang_dflash.srt.layers.candidate_selector import slot_probs, walk, walk_torch
 
 
@@ -116,12 +116,12 @@ def test_broken_logits_give_some_candidate():
         assert probs is None or torch.allclose(probs.probs.sum(dim=2), torch.ones(2, 3))
 
 
-def assert_same_walk(case, draw: Draw | None) -> None:
+def assert_same_walk(case, draw: DrawInputs | None) -> None:
     found, *rest = case
     want, want_probs = walk_torch(found, *rest, draw)
     found = Candidates(*(t.to(DEVICE) for t in found))
     if draw is not None:
-        draw = Draw(*(t.to(DEVICE) for t in draw))
+        draw = DrawInputs(*(t.to(DEVICE) for t in draw))
     got, got_probs = kernels.walk_triton(found, *(t.to(DEVICE) for t in rest), draw)
     assert torch.equal(got.cpu(), want) and got.dtype == want.dtype
     assert (got_probs is None) == (want_probs is None)

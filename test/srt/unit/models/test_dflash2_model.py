@@ -14,7 +14,7 @@ from serving import DFLASH2_DRAFT, ROOT
 from support.dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
 from support.engine import build, read_config
 
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, Draw
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 
 LOGITS_TOLERANCE = 1e-4
@@ -26,9 +26,9 @@ def make(name: str, tmp_path) -> DFlash2Case:
     return DFlash2Case.bundled(tmp_path) if name == BUNDLED else DFlash2Case.variant(name, tmp_path)
 
 
-def draw_of(temperatures: list[float], slots: int, seed: int) -> Draw:
+def draw_of(temperatures: list[float], slots: int, seed: int) -> DrawInputs:
     """Return draws at these temperatures of three requests, from the whole vocabulary."""
-    return Draw(
+    return DrawInputs(
         temperature=torch.tensor(temperatures),
         top_k=torch.full((3,), 1 << 30, dtype=torch.int32),
         top_p=torch.ones(3),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.width_simulation import DEPTH, LOADS, WIDTHS, Cost, Simulation
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH
-from sglang_dflash.srt.speculative.cycle.plan import Requests, Work
+from sglang_dflash.srt.speculative.cycle.plan import BatchRequests, CycleWork
 from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser, choose_lengths
 
@@ -20,10 +20,10 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values)
 
 
-def greedy(n: int, num_prefills: int = 0) -> Requests:
+def greedy(n: int, num_prefills: int = 0) -> BatchRequests:
     """Describe n greedy requests in the first rows."""
     rows, modes = np.arange(n), np.zeros(n, dtype=int)
-    return Requests((rows.tolist(), False, num_prefills), rows, rows, modes)
+    return BatchRequests((rows.tolist(), False, num_prefills), rows, rows, modes)
 
 
 # -- the rules
@@ -119,7 +119,7 @@ def test_a_peak_of_the_measurement_is_noise():
 @pytest.mark.parametrize("pace", [1.0, 3.0])
 def test_served_cycles_correct_what_start_up_measured(pace):
     """An anchor-only cycle was measured far too cheap. The machine may be slower now, and some stall."""
-    plain, whole = Work(8, 0, 0), Work(8, 8 * DEPTH, 8)
+    plain, whole = CycleWork(8, 0, 0), CycleWork(8, 8 * DEPTH, 8)
     right, wrong = table(), table(plain=0.3, tries=0)
     for number in range(80):
         work = (plain, whole)[number % 2]

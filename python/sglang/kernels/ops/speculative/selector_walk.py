@@ -15,7 +15,7 @@ class Candidates(NamedTuple):
     gate: torch.Tensor  # [bs, S, r]
 
 
-class Draw(NamedTuple):
+class DrawInputs(NamedTuple):
     """Parameters of a sampled walk.
 
     The filters are joint and look at the distribution over the K candidates at the request's temperature.
@@ -33,7 +33,7 @@ def walk_triton(
     anchors: torch.Tensor,
     predecessor_codebook: torch.Tensor,
     successor_codebook: torch.Tensor,
-    draw: Draw | None,
+    draw: DrawInputs | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return tokens [bs, S] int64 and, if sampled, their distributions [bs, S, K] float32.
 
@@ -43,7 +43,7 @@ def walk_triton(
     (bs, slots, count), rank = candidates.ids.shape, candidates.gate.shape[2]
     tokens = candidates.ids.new_empty((bs, slots))
     probs: torch.Tensor | None = None
-    sampling: dict[str, Any] = dict.fromkeys(Draw._fields)
+    sampling: dict[str, Any] = dict.fromkeys(DrawInputs._fields)
     if draw is not None:
         sampling = {name: tensor.contiguous() for name, tensor in draw._asdict().items()}
         probs = candidates.unary.new_empty((bs, slots, count), dtype=torch.float32)

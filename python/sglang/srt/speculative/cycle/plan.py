@@ -13,7 +13,7 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 NO_CAPS = np.array(2**31 - 1)  # for any number of requests
 
 
-class Requests(NamedTuple):
+class BatchRequests(NamedTuple):
     """The requests of a cycle, which hardly ever change from one cycle to the next."""
 
     # Without a prefill, equal rows hold equal requests.
@@ -24,10 +24,10 @@ class Requests(NamedTuple):
 
 
 _EMPTY = np.zeros(0, dtype=np.int64)
-NO_REQUESTS = Requests(([], False, 0), _EMPTY, _EMPTY, _EMPTY)
+NO_REQUESTS = BatchRequests(([], False, 0), _EMPTY, _EMPTY, _EMPTY)
 
 
-class Work(NamedTuple):
+class CycleWork(NamedTuple):
     """Work of a cycle."""
 
     requests: int  # that it decodes
@@ -57,8 +57,8 @@ class CyclePlan(NamedTuple):
     # Drafted slots of each block, at most B - 1. None: all. It may be less than what is verified, which is
     # drafted anyway, and is ignored unless `Drafter.narrows_blocks`.
     draft_slots: int | None = None
-    requests: Requests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
-    work: Work | None = Work(0, 0, 0)  # to learn from, with `requests`. None: nothing is learned
+    requests: BatchRequests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
+    work: CycleWork | None = CycleWork(0, 0, 0)  # to learn from, with `requests`. None: nothing is learned
 
     @property
     def verify_len(self) -> int:

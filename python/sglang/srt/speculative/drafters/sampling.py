@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
-from sglang_dflash.kernels.ops.speculative.selector_walk import Draw
+from sglang_dflash.kernels.ops.speculative.selector_walk import DrawInputs
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -70,11 +70,11 @@ def choose_tokens(
     return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)
 
 
-def selector_draw(sampling_info: Any, num_slots: int) -> Draw:
+def selector_draw(sampling_info: Any, num_slots: int) -> DrawInputs:
     """Build a draw over `num_slots` slots by each request's parameters."""
     temperature = sampling_info.temperatures.squeeze(1)
     uniforms = torch.rand(temperature.shape[0], num_slots, device=temperature.device)
-    return Draw(
+    return DrawInputs(
         temperature=temperature,
         top_k=sampling_info.top_ks,
         top_p=sampling_info.top_ps,

@@ -17,7 +17,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, CyclePlan, Proposals, Requests
+from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, BatchRequests, CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
@@ -211,16 +211,16 @@ class AdaptiveLengths:
                 ", ".join(f"{length}: {n}" for length, n in sorted(self._blocks_per_length.items())),
             )
 
-    def _describe(self, batch: Any, draws_drafts: bool) -> Requests:
+    def _describe(self, batch: Any, draws_drafts: bool) -> BatchRequests:
         rows = table_rows(batch)
         key = rows.tolist(), draws_drafts, self._num_prefills
         if self._requests.key == key:
             return self._requests
         modes = np.array([_mode(req, draws_drafts) for req in batch.reqs])
-        return Requests(key, rows, self._row_generation[rows], modes)
+        return BatchRequests(key, rows, self._row_generation[rows], modes)
 
     def _broadcast_choice(
-        self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray
+        self, requests: BatchRequests, further: int, matches: np.ndarray, caps: np.ndarray
     ) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang."""
         n = len(requests.rows)

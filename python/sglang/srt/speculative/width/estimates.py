@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
-from sglang_dflash.srt.speculative.cycle.plan import Work
+from sglang_dflash.srt.speculative.cycle.plan import CycleWork
 
 # The target's argmax; its draws compared with a drafted argmax; rejection of drawn drafts; logits that a
 # grammar or a penalty changes.
@@ -283,13 +283,13 @@ class CostTable:
         """Return the further seconds of a cycle whose lengths differ."""
         return float(self._at(num_requests, self._ragged_overhead))
 
-    def _weights(self, work: Work) -> np.ndarray:
+    def _weights(self, work: CycleWork) -> np.ndarray:
         """Return how much of each entry a cycle takes."""
         weights = self._weights_at_context(work._replace(further=0)).copy()
         weights[-1] = max(work.further, 0)
         return weights
 
-    def _compute_weights(self, work: Work) -> np.ndarray:
+    def _compute_weights(self, work: CycleWork) -> np.ndarray:
         """Return how much of each entry a cycle takes without further committed tokens."""
         n = work.requests
         row = self._padded_rows(n, np.array(work.verified))
@@ -302,16 +302,16 @@ class CostTable:
         drafts = np.outer(drafts, widths[work.draft_width]).ravel()
         return np.concatenate((verify, drafts, by_load * work.is_ragged, [0.0]))
 
-    def expected(self, work: Work) -> float:
+    def expected(self, work: CycleWork) -> float:
         """Return the seconds of a cycle."""
         return float(self._weights(work) @ self._entries)
 
-    def tries(self, work: Work) -> float:
+    def tries(self, work: CycleWork) -> float:
         """Return how often served cycles have corrected the entries of a cycle."""
         shares = self._weights(work) * self._entries
         return float(shares @ self._tries / shares.sum())
 
-    def observe(self, work: Work, seconds: float) -> None:
+    def observe(self, work: CycleWork, seconds: float) -> None:
         """Correct the entries of the latest cycle whose neighbours are known.
 
         `seconds` are those of the cycle and the pause before it.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_dflash.srt.speculative.cycle.plan import Requests, Work
+from sglang_dflash.srt.speculative.cycle.plan import BatchRequests, CycleWork
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
 
 # Numbers of requests to draft for, as shares of all.
@@ -112,7 +112,7 @@ class LengthChooser:
         self._has_probed = False  # in the latest choice
         self._credit = 0.0  # seconds that probes may cost
 
-    def choose(self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+    def choose(self, requests: BatchRequests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
         """Return a choice or a probe for the next cycles.
 
         Args:
@@ -139,7 +139,7 @@ class LengthChooser:
         self._cycles_without_trial += 1
 
     def _decide(
-        self, requests: Requests, further: int, matches: np.ndarray, caps: np.ndarray
+        self, requests: BatchRequests, further: int, matches: np.ndarray, caps: np.ndarray
     ) -> list[Choice]:
         """Return the best choice and, if nothing is copied, that of each other width of draft blocks."""
         n, modes = len(requests.rows), requests.modes
@@ -169,13 +169,13 @@ class LengthChooser:
                 return choices[:1]
         return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
 
-    def work(self, choice: Choice, further: int = 0) -> Work:
+    def work(self, choice: Choice, further: int = 0) -> CycleWork:
         """Return what a cycle of this choice does, with so many further committed tokens."""
         lengths, is_drafted = choice.lengths, choice.lengths > 0
         if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies
         is_ragged = bool((lengths != lengths[0]).any())
-        return Work(
+        return CycleWork(
             requests=len(lengths),
             verified=int(lengths.sum()),
             drafted_for=int(is_drafted.sum()),
@@ -191,7 +191,7 @@ class LengthChooser:
 
         A whole block of one more request, the cycle with the fewest rows and the `others` take turns, as far
         as `probe_share` of the time pays. While the costs of one are not known, that one is tried, more
-        seldom with more requests. Requests verify at most `most` drafted tokens. [n]
+        seldom with more requests. BatchRequests verify at most `most` drafted tokens. [n]
         """
         n = len(rows)
         is_short = (choice.lengths < most) & ~choice.copies
