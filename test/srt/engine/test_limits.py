@@ -81,8 +81,8 @@ def test_a_reservation_ends_with_the_row(block, page):
 
 @pytest.fixture
 def serve_pool_of() -> Iterator[Callable[[object], None]]:
-    yield request_fields.end_requests_with_pool_of
-    request_fields.end_requests_with_pool_of(None)
+    yield request_fields.limit_to_kv_pool
+    request_fields.limit_to_kv_pool(None)
 
 
 @pytest.mark.parametrize(

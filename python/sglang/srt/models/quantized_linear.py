@@ -125,7 +125,7 @@ def run_row_checks(checks: Iterable[RowCheck]) -> None:
         )
 
 
-def hiding_draft_quantization() -> Callable[[Any], Any]:
+def make_parse_quant_config() -> Callable[[Any], Any]:
     """Wrap SGLang's `ModelConfig._parse_quant_hf_config`: a draft of ours is dense to it."""
     original = ModelConfig._parse_quant_hf_config
 

@@ -68,7 +68,7 @@ def check_ranks_run_ours() -> None:
         ) from error
 
 
-def adding_reports() -> Callable[[Any, dict], None]:
+def make_add_speculative() -> Callable[[Any, dict], None]:
     """Return SGLang's `_add_speculative`, extended by who serves, why, and reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are

@@ -223,7 +223,7 @@ _REPORTS = Patch(
     feature="DFLASH's reports in /server_info",
     signature="(self, state)",
     why="report in /server_info who serves and why, the verify width in force, and its reason",
-    build=call_ours("srt.observability.server_info.adding_reports"),
+    build=call_ours("srt.observability.server_info.make_add_speculative"),
 )
 
 AT_WORKER = (
@@ -234,7 +234,7 @@ AT_WORKER = (
         feature="quantized drafts",
         signature="(self)",
         why="we dequantize drafts ourselves; SGLang has no kernel for some, and none on a CPU",
-        build=call_ours("srt.models.quantized_linear.hiding_draft_quantization"),
+        build=call_ours("srt.models.quantized_linear.make_parse_quant_config"),
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
@@ -266,7 +266,7 @@ AT_WORKER = (
         feature="mixed chunks in a full KV pool",
         signature="(self, chunk_limit)",
         why="SGLang ends the scheduler if a prompt's next chunk finds too few KV slots",
-        ours="srt.speculative.dflash_utils.let_chunks_wait",
+        ours="srt.speculative.dflash_utils.defer_prefill_chunk",
     ),
     wrapping(
         target="sglang.srt.managers.schedule_batch.Req.update_finish_state",
@@ -274,7 +274,7 @@ AT_WORKER = (
         feature="stop strings and reasoning tokens as without a draft",
         signature="(self, new_accepted_len)",
         why="of several stops in one block SGLang may take a later one, and it counts reasoning beyond it",
-        ours="srt.speculative.dflash_utils.finish_at_the_first_stop",
+        ours="srt.speculative.dflash_utils.truncate_at_first_stop",
     ),
     wrapping(
         target="sglang.srt.managers.scheduler_components.logprob_result_processor."
@@ -291,7 +291,7 @@ AT_WORKER = (
         feature="stop strings held back from their first character on",
         signature="(self, req)",
         why="a chunk that ends inside a stop string's character, and part of a whole answer, is sent with it",
-        ours="srt.speculative.dflash_utils.hold_begun_stops",
+        ours="srt.speculative.dflash_utils.withhold_partial_stops",
     ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",

@@ -48,7 +48,7 @@ def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
     return free >= DRAFT_GRAPHS_NEED_GB
 
 
-def hold_request_rows(target_runner: Any) -> None:
+def defer_row_reuse(target_runner: Any) -> None:
     """Let SGLang wait for the whole step before it gives a row of a request to another one.
 
     SGLang otherwise rewrites rows as soon as the target's forward has read them. Call this after that
@@ -57,7 +57,9 @@ def hold_request_rows(target_runner: Any) -> None:
     target_runner.shared_read_done_event = None
 
 
-def let_chunks_wait(available_chunk_tokens: Callable[..., Any], budget: Any, chunk_limit: int) -> int | None:
+def defer_prefill_chunk(
+    available_chunk_tokens: Callable[..., Any], budget: Any, chunk_limit: int
+) -> int | None:
     """Let a chunk wait for KV slots, in `PrefillBudget.available_chunk_tokens`.
 
     SGLang's takes a whole chunk if nothing of the budget is left. If the pool has fewer slots, that ends the
@@ -71,7 +73,7 @@ def let_chunks_wait(available_chunk_tokens: Callable[..., Any], budget: Any, chu
     return min(wanted, room) if room > 0 else None
 
 
-def finish_at_the_first_stop(
+def truncate_at_first_stop(
     update_finish_state: Callable[..., None], req: Any, new_accepted_len: int = 1
 ) -> None:
     """End a run of tokens at its first stop, in `Req.update_finish_state`.
@@ -118,7 +120,7 @@ def _stop_token_by_token(req: Any, check: Callable[[Any], None], num_old: int) -
     req.finished_reason, req.finished_len = found
 
 
-def hold_begun_stops(accept: Callable[..., None], outputs: Any, *, req: Any) -> None:
+def withhold_partial_stops(accept: Callable[..., None], outputs: Any, *, req: Any) -> None:
     """Wrap `_GenerationStreamAccumulator.accept`: keep what may begin a stop string.
 
     SGLang compares the end of a stream with the beginnings of its stop strings. Behind a part of a character

@@ -44,14 +44,14 @@ from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
 from sglang_dflash.srt.speculative.dflash_utils import (
     check_kv_budget,
+    defer_row_reuse,
     has_room_for_draft_graphs,
-    hold_request_rows,
 )
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail, draft_subset
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
 from sglang_dflash.srt.speculative.parallel import arrivals, as_draft, run_idle
-from sglang_dflash.srt.speculative.request_fields import end_requests_with_pool_of, requested_caps
+from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import (
     prewarm_probabilistic_step,
@@ -140,7 +140,7 @@ class DFlashWorker(BaseSpecWorker):
         check_kv_budget(target_runner, self._draft_worker.model_runner)
         log_if_states_cap_batch(target_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
-        end_requests_with_pool_of(target_runner)
+        limit_to_kv_pool(target_runner)
         self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
@@ -196,7 +196,7 @@ class DFlashWorker(BaseSpecWorker):
         ):
             warm_up(self, self._planner)
         # Cycles until here have told SGLang that it may rewrite rows, which is not so in the first step.
-        hold_request_rows(target_runner)
+        defer_row_reuse(target_runner)
         return result
 
     def _with_draft_rows(self):
@@ -234,7 +234,7 @@ class DFlashWorker(BaseSpecWorker):
         accept_lens = num_correct_drafts_per_req
         if not accept_lens:
             return  # an idle rank
-        cycle = self._in_flight.land(accept_lens)
+        cycle = self._in_flight.complete(accept_lens)
         max_accept = cycle.plan.max_accept.tolist()
         self.metrics.count_verified(accept_lens, max_accept)
         self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)

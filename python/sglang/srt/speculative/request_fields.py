@@ -221,7 +221,7 @@ def _problem(req: Any) -> str | None:
 _target_runner: Any = None  # of this process's scheduler
 
 
-def end_requests_with_pool_of(target_runner: Any) -> None:
+def limit_to_kv_pool(target_runner: Any) -> None:
     """Have `validate_dflash_request` shorten requests to this runner's KV pool."""
     global _target_runner
     _target_runner = target_runner

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_dflash.srt.speculative.dflash_utils import finish_at_the_first_stop
+from sglang_dflash.srt.speculative.dflash_utils import truncate_at_first_stop
 
 TEXT = "def of(self):\n    return self.text\n\nclass Next:\n    pass\n"
 THOUGHTS_END = 17
@@ -27,7 +27,7 @@ def tokenizer():
 def first_stops():
     with pytest.MonkeyPatch.context() as patch:
         check = Req.update_finish_state
-        patch.setattr(Req, "update_finish_state", lambda *args: finish_at_the_first_stop(check, *args))
+        patch.setattr(Req, "update_finish_state", lambda *args: truncate_at_first_stop(check, *args))
         yield
 
 

@@ -29,8 +29,8 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.server_info import (
     Implementation,
-    adding_reports,
     check_ranks_run_ours,
+    make_add_speculative,
 )
 from sglang_dflash.srt.plugins import entry_points, patch, patches
 
@@ -284,7 +284,7 @@ def test_server_info_says_who_serves(arguments, name):
         draft_worker=SimpleNamespace(width_report={}, copy_report={}, plan_report={}),
     )
     state: dict = {}
-    adding_reports()(SimpleNamespace(scheduler=scheduler), state)
+    make_add_speculative()(SimpleNamespace(scheduler=scheduler), state)
     assert state["speculative_implementation"]["name"] == name
 
 

@@ -110,11 +110,11 @@ def test_bounds_follow_the_cycles_in_flight():
     assert bounds_of(decode_batch([first] * 2, [0, 1], [50, 60])) == ([58, 68], [7, 7])
     second = launched(ring, 1)
     assert bounds_of(decode_batch([second] * 2, [0, 1], [50, 60])) is None, "two cycles are in flight"
-    assert ring.land([3, 0]) is first
+    assert ring.complete([3, 0]) is first
     assert bounds_of(decode_batch([second] * 2, [0, 1], [54, 61])) == ([55, 62], [0, 0]), (
         "an anchor-only cycle"
     )
-    assert ring.land([0, 0]) is second
+    assert ring.complete([0, 0]) is second
     assert bounds_of(decode_batch([second] * 2, [0, 1], [55, 62])) == ([55, 62], [0, 0]), "a pause"
     ended = decode_batch([second] * 2, [0, 1], [55, 0])
     ended.reqs[1].kv.req_pool_idx = None

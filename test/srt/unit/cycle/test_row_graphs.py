@@ -74,7 +74,7 @@ def graphs(max_requests: int = 4) -> tuple[RowBackends, SimpleNamespace]:
 
 def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
     backends, runner = graphs()
-    layout = backends.follow(np.array([4, 0, 2]))
+    layout = backends.select(np.array([4, 0, 2]))
     assert runner.attn_backend == "ragged" and layout.verify_len == 5
     assert layout.num_rows == layout.for_graph.graph_num_tokens == 10  # 9 are somebody's
     blocks = torch.arange(15).view(3, 5)
@@ -83,29 +83,29 @@ def test_rows_that_are_nobodys_repeat_the_first_and_write_nowhere():
     logits = torch.arange(10.0)[:, None]
     assert layout.to_blocks(logits)[..., 0].tolist() == [[0, 1, 2, 3, 4], [5] * 5, [6, 7, 8, 8, 8]]
     assert layout.repeat(torch.tensor([7, 8, 9])).tolist() == [7, 7, 7, 7, 7, 8, 9, 9, 9, 7]
-    assert backends.follow(np.array([4, 0, 2])) is layout
-    assert backends.follow(np.array([4, 0, 1])) is not layout
+    assert backends.select(np.array([4, 0, 2])) is layout
+    assert backends.select(np.array([4, 0, 1])) is not layout
 
 
 def test_anchors_alone_are_padded_too():
     backends, _ = graphs(9)
-    layout = backends.follow(np.zeros(9, dtype=np.int64))
+    layout = backends.select(np.zeros(9, dtype=np.int64))
     assert layout.num_rows == 9, "the largest batch has a separate graph"
     backends, _ = graphs(16)
-    layout = backends.follow(np.zeros(9, dtype=np.int64))
+    layout = backends.select(np.zeros(9, dtype=np.int64))
     assert (layout.verify_len, layout.num_rows) == (1, 10)
     assert layout.repeat(torch.arange(9)).tolist() == [*range(9), 0]
 
 
 def test_equal_lengths_are_padded_too():
     backends, _ = graphs()
-    layout = backends.follow(np.array([2, 2, 2]))
+    layout = backends.select(np.array([2, 2, 2]))
     assert (
         layout.verify_len == 3
         and layout.for_graph.graph_num_tokens == 10
         and layout.num_draft_tokens.tolist() == [2, 2, 2]
     )
-    layout = backends.follow(np.array([3, 3, 3]))
+    layout = backends.select(np.array([3, 3, 3]))
     assert layout.is_rectangle and layout.for_graph.graph_num_tokens == 12
     plan = plan_lengths(backends, np.array([3, 3, 3]), np.zeros(3, dtype=bool))
     assert plan.layout.num_draft_tokens.tolist() == [3, 3, 3] and plan.layout.for_graph is not None
@@ -114,8 +114,8 @@ def test_equal_lengths_are_padded_too():
 @pytest.mark.parametrize(("lengths", "needs_rectangle"), [([7, 7, 7], False), ([3, 0, 1], True)])
 def test_whole_blocks_have_graphs_of_their_own(lengths, needs_rectangle):
     backends, runner = graphs()
-    backends.follow(np.array([1, 0, 0]))
-    layout = backends.follow(np.array(lengths), needs_rectangle)
+    backends.select(np.array([1, 0, 0]))
+    layout = backends.select(np.array(lengths), needs_rectangle)
     assert layout.shape == (3, BLOCK) and layout.is_rectangle and layout.for_graph is None
     assert runner.decode_cuda_graph_runner == "whole"
 
@@ -129,7 +129,7 @@ def test_whole_blocks_tell_who_copies():
 
 def test_a_batch_beyond_the_graphs_has_no_padding():
     backends, _ = graphs()
-    layout = backends.follow(np.array([4, 0, 2, 1, 1]))
+    layout = backends.select(np.array([4, 0, 2, 1, 1]))
     assert layout.for_graph.graph_num_tokens == layout.num_rows == 13
     assert layout.for_graph.verify_lens.tolist() == [5, 1, 3, 2, 2]
 

@@ -8,7 +8,7 @@ from support.decisions import accept_by_block_verification, accept_by_rejection,
 from support.enumeration import LAST, Case, bisect, deviation, is_valid, random_case
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.drafters.sampling import choose_tokens, likeliest
+from sglang_dflash.srt.speculative.drafters.sampling import choose_tokens, top_candidates
 
 NO_LIMIT = 1 << 30  # what SGLang makes of top_k = -1
 WHOLE = 1000  # candidates
@@ -28,7 +28,7 @@ def draw(logits, uniforms=None, temperature=1.0, top_k=NO_LIMIT, top_p=1.0, cand
         return torch.tensor(value if isinstance(value, list) else [value] * bs, dtype=dtype)
 
     temperature, top_k = column(temperature, torch.float32), column(top_k, torch.int32)
-    ids, probs = likeliest(logits.flatten(0, 1), temperature.repeat_interleave(slots), candidates)
+    ids, probs = top_candidates(logits.flatten(0, 1), temperature.repeat_interleave(slots), candidates)
     return choose_tokens(ids, probs, top_k, column(top_p, torch.float32), uniforms, d2t)
 
 

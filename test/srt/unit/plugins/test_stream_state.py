@@ -18,7 +18,7 @@ from support.scripts import SCRIPTS
 from transformers import AutoTokenizer
 
 from sglang_dflash.srt.plugins import streams
-from sglang_dflash.srt.speculative.dflash_utils import hold_begun_stops
+from sglang_dflash.srt.speculative.dflash_utils import withhold_partial_stops
 
 
 @pytest.fixture(params=[TARGET, CHAT_TARGET], ids=lambda path: path.name)
@@ -93,7 +93,7 @@ def request_of(tokenizer, stop: list[str], ids: list[int], is_stream: bool = Tru
 def is_sent(req: Req, interval: int = 1) -> bool:
     sent = []
     outputs = SimpleNamespace(default_force_stream_interval=interval)
-    hold_begun_stops(lambda outputs, req: sent.append(req), outputs, req=req)
+    withhold_partial_stops(lambda outputs, req: sent.append(req), outputs, req=req)
     return bool(sent)
 
 

@@ -514,6 +514,6 @@ def test_cycles_land_in_the_order_of_their_launch():
     cycles = CyclesInFlight()
     for num_requests, width in ((2, 8), (3, 1)):
         cycles.launch(CycleInFlight(CyclePlan(whole_blocks(num_requests, width))))
-    assert cycles.land([0, 7]).plan.max_accept.tolist() == [7, 7]
+    assert cycles.complete([0, 7]).plan.max_accept.tolist() == [7, 7]
     with pytest.raises(AssertionError, match="once, in order"):
-        cycles.land([0, 0])
+        cycles.complete([0, 0])

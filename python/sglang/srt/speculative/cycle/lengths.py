@@ -45,7 +45,7 @@ def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
             return None  # or it ended since the batch was chosen
         if isinstance(known, int):
             added, length = 0, known
-        elif known.has_landed:
+        elif known.is_complete:
             added, length = 0, req.kv.kv_committed_len
         elif known.previous is None:
             added, length = known.plan.verify_len, req.kv.kv_committed_len

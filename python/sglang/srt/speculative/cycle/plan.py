@@ -95,18 +95,18 @@ NOTHING_LOOKED_UP = Proposals(torch.empty(0, dtype=torch.int32), torch.empty(0, 
 
 @dataclass(slots=True, eq=False)
 class CycleInFlight:
-    """A launched cycle. The host learns its accept lengths when it lands.
+    """A launched cycle. The host learns its accept lengths when it is complete.
 
     Attributes:
         plan: what it drafts and verifies.
         proposals: sources of the blocks.
-        has_landed: whether the host knows the accept lengths.
-        previous: the cycle launched before, until it lands.
+        is_complete: whether the host knows the accept lengths.
+        previous: the cycle launched before, while it is incomplete.
     """
 
     plan: CyclePlan
     proposals: Proposals = NOTHING_LOOKED_UP
-    has_landed: bool = False
+    is_complete: bool = False
     previous: "CycleInFlight | None" = None
 
 
@@ -122,11 +122,11 @@ class CyclesInFlight:
         self._cycles.append(cycle)
         return cycle
 
-    def land(self, accept_lens: Sequence[int]) -> CycleInFlight:
+    def complete(self, accept_lens: Sequence[int]) -> CycleInFlight:
         """Remove and return the oldest cycle, whose accept lengths are now known."""
         cycle = self._cycles.popleft()
         assert len(accept_lens) == cycle.plan.layout.bs, "SGLang reports every cycle once, in order"
-        cycle.has_landed = True
+        cycle.is_complete = True
         if self._cycles:
             self._cycles[0].previous = None
         return cycle

@@ -163,7 +163,7 @@ class RowBackends:
         logger.info("DFLASH: made graphs of %d to %d rows.", graphs.capture_bs[0], graphs.capture_bs[-1])
         return cls(runner, block_size, (backend, graphs))
 
-    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
+    def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
         """Have the target verify so many drafted tokens of each request, [n], from now on.
 
         Returns the layout, the same object while the lengths stay.
@@ -212,7 +212,7 @@ class AnyRows:
     def __init__(self, has_layouts: bool = False):
         self._has_layouts = has_layouts
 
-    def follow(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
+    def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
         """Return the layout of a cycle that verifies `lengths` drafted tokens, [n].
 
         With `needs_rectangle`, all requests verify as many as the one that verifies most.

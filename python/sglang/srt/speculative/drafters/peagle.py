@@ -55,7 +55,7 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
+from sglang_dflash.srt.speculative.dflash_utils import defer_row_reuse
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 
 
@@ -322,7 +322,7 @@ class PEagleDrafter(Drafter):
 
     def _bind(self, forward_batch: ForwardBatch, read_extent: int) -> None:
         """Plan a forward over the draft's own table, whose rows differ from the target's."""
-        hold_request_rows(self._target_runner)  # if the target's forward follows, it lets them go again
+        defer_row_reuse(self._target_runner)  # if the target's forward follows, it lets them go again
         translator = self._runner.kv_index_translator
         plan = translator.plan(
             req_pool_indices=forward_batch.req_pool_indices,

@@ -13,7 +13,7 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 CANDIDATES = 128  # tokens considered per slot, the likeliest, stored for verification
 
 
-def likeliest(
+def top_candidates(
     logits: torch.Tensor, temperature: torch.Tensor, candidates: int = CANDIDATES
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the candidates of n slots and their probabilities, most likely first.
@@ -44,11 +44,11 @@ def choose_tokens(
 ) -> tuple[torch.Tensor, DraftProbs]:
     """Draw one token per drafted slot.
 
-    `likeliest` makes NaN and infinite logits finite (SGLang warns of NaN on CUDA, once). Such a draft is
+    `top_candidates` makes NaN and infinite logits finite (SGLang warns of NaN on CUDA, once). Such a draft is
     verified with the probabilities it was then drawn from, so it costs acceptance and nothing else.
 
     Args:
-        ids: [bs * (B - 1), C] int64, candidates as `likeliest` returns them.
+        ids: [bs * (B - 1), C] int64, candidates as `top_candidates` returns them.
         probs: [bs * (B - 1), C] float32, their probabilities.
         top_k: [bs] int. A greedy request has 1 and drafts the argmax, one-hot. May exceed the vocabulary.
         top_p: [bs] float. As in SGLang's sampler the filters are joint: it looks at the unfiltered softmax.
@@ -90,7 +90,7 @@ def draw_drafts(
     temperature = slots.repeat(sampling_info.temperatures.squeeze(1))
     # Logits of some rows at a time: all rows take 0.4 GB at bs 48, B 16 and V = 152k, in each of four forms.
     parts = [
-        likeliest(model.logits(rows[some]), temperature[some])
+        top_candidates(model.logits(rows[some]), temperature[some])
         for some in slices_of_rows(rows.shape[0], model.draft.draft_vocab_size)
     ]
     ids, probs = (slots.to_blocks(torch.cat(part)).flatten(0, 1) for part in zip(*parts, strict=True))

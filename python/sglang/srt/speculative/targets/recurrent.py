@@ -18,7 +18,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_disagg, get_exec, get_schedule, get_server_args
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify, prepare_mamba_track_for_verify
 
-from sglang_dflash.srt.speculative.dflash_utils import hold_request_rows
+from sglang_dflash.srt.speculative.dflash_utils import defer_row_reuse
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RecurrentStates:
         """
         if get_exec().mamba.enable_linear_replayssm_spec:
             # The ring's cursors are in rows of requests, and SGLang resets those of a new request.
-            hold_request_rows(self._target_worker.model_runner)
+            defer_row_reuse(self._target_worker.model_runner)
         commit_mamba_states_after_verify(
             self._target_worker,
             batch=batch,

@@ -65,7 +65,7 @@ class AdaptiveFromBreakEven(AdaptiveLengths):
     def _pause(self) -> None:
         self._is_paused, self._held_for = True, ()
         self._clock.interrupt()
-        self._backends.follow(np.array([self.chooser.max_draft_tokens]))
+        self._backends.select(np.array([self.chooser.max_draft_tokens]))
 
     def on_launched(self, plan: CyclePlan) -> None:
         """Stop timing, if anything is timed."""

@@ -38,7 +38,7 @@ def plan_lengths(
 
     With `needs_rectangle`, all requests must verify equally many tokens.
     """
-    layout = backends.follow(lengths, needs_rectangle)
+    layout = backends.select(lengths, needs_rectangle)
     return CyclePlan(layout, copies=copies & (layout.num_draft_tokens > 0))
 
 

@@ -121,7 +121,7 @@ def make_planner(
     loads = [n for n in _loads(runner) if n >= least]
     budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
     costs = _measure(worker, backends=backends, verify_lens=verify_lens, loads=loads, budget=budget)
-    backends.follow(np.array([block_size - 1]))
+    backends.select(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     arguments: dict[str, Any] = dict(
         chooser=LengthChooser(costs, num_rows, settings.probe_share, worker.drafter.writes_context_apart),
