@@ -280,10 +280,10 @@ def vocabulary_problems(
         ("head", HEAD in own and not draft.has_own_vocabulary),
         ("candidate selector", lacks_rows and draft.kind == "DFlash2"),
     )
-    if unfit := [name for name, is_unfit in parts if is_unfit]:
+    if unusable := [name for name, is_unusable in parts if is_unusable]:
         problems.append(
             f"vocab_size is {draft.vocab_size}, but the target's vocab_size is {target_tokens}, which the "
-            f"draft's own {' and '.join(unfit)} cannot serve"
+            f"draft's own {' and '.join(unusable)} cannot serve"
         )
     return problems
 

@@ -30,9 +30,11 @@ def num_chunks(length: int, chunk: int) -> int:
     return -(-max(length, 1) // chunk)
 
 
-def holds(chunk: int, least: Sequence[int], most: Sequence[int]) -> bool:
-    """Tell whether every length within the bounds has the same number of chunks."""
-    return all(-(-low // chunk) == -(-high // chunk) for low, high in zip(least, most, strict=True))
+def holds(chunk: int, lower_bounds: Sequence[int], upper_bounds: Sequence[int]) -> bool:
+    """Return whether every length within the bounds has the same number of chunks."""
+    return all(
+        -(-low // chunk) == -(-high // chunk) for low, high in zip(lower_bounds, upper_bounds, strict=True)
+    )
 
 
 def searched_chunk(lengths: Sequence[int], tiles: Sequence[int], capacity: int) -> int:
@@ -51,7 +53,7 @@ def searched_chunk(lengths: Sequence[int], tiles: Sequence[int], capacity: int) 
 
 
 def choose_chunk(
-    least: Sequence[int], most: Sequence[int], tiles: Sequence[int], capacity: int
+    lower_bounds: Sequence[int], upper_bounds: Sequence[int], tiles: Sequence[int], capacity: int
 ) -> ChunkChoice | None:
     """Choose a chunk whose counts are the same for every length within the bounds.
 
@@ -60,30 +62,30 @@ def choose_chunk(
     that holds: 500 and 520 keys are both 4 chunks, 250 and 260 keys both 2.
 
     Args:
-        least: lower bound of each request's keys, at least 1.
-        most: upper bound of each request's keys.
+        lower_bounds: of each request's keys, at least 1.
+        upper_bounds: of each request's keys.
         tiles: tiles of queries of each request.
         capacity: blocks of the kernel's grid.
 
     Returns:
         The choice, as close to FlashInfer's own as possible. None: no chunk was found.
     """
-    searched = searched_chunk(most, tiles, capacity)
-    if holds(searched, least, most):
-        return ChunkChoice(most, None, searched)
-    longest = max(most)
-    larger = _next_larger(searched, least, most)
+    searched = searched_chunk(upper_bounds, tiles, capacity)
+    if holds(searched, lower_bounds, upper_bounds):
+        return ChunkChoice(upper_bounds, None, searched)
+    longest = max(upper_bounds)
+    larger = _next_larger(searched, lower_bounds, upper_bounds)
     if larger < longest:
-        return ChunkChoice(most, larger, larger)
+        return ChunkChoice(upper_bounds, larger, larger)
     # One chunk per request. A fixed chunk would then lay out the workspace without merging, other than the
     # captured graph. FlashInfer's search finds such a chunk if every request is planned with the longest.
-    uniform = [longest] * len(most)
+    uniform = [longest] * len(upper_bounds)
     found = searched_chunk(uniform, tiles, capacity)
     if found >= longest:
         return ChunkChoice(uniform, None, found)
-    smaller = _next_smaller(searched, least, most)
-    if smaller is not None and _fits(smaller, most, tiles, capacity):
-        return ChunkChoice(most, smaller, smaller)
+    smaller = _next_smaller(searched, lower_bounds, upper_bounds)
+    if smaller is not None and _fits(smaller, upper_bounds, tiles, capacity):
+        return ChunkChoice(upper_bounds, smaller, smaller)
     return None
 
 
@@ -91,7 +93,7 @@ def _fits(chunk: int, lengths: Sequence[int], tiles: Sequence[int], capacity: in
     return sum([n * -(-length // chunk) for n, length in zip(tiles, lengths, strict=True)]) <= capacity
 
 
-def _next_larger(chunk: int, least: Sequence[int], most: Sequence[int]) -> int:
+def _next_larger(chunk: int, lower_bounds: Sequence[int], upper_bounds: Sequence[int]) -> int:
     """Return the least chunk from `chunk` on that holds.
 
     There is one: at the longest length every request is one chunk.
@@ -99,7 +101,7 @@ def _next_larger(chunk: int, least: Sequence[int], most: Sequence[int]) -> int:
     previous = 0
     while previous != chunk:
         previous = chunk
-        for low, high in zip(least, most, strict=True):
+        for low, high in zip(lower_bounds, upper_bounds, strict=True):
             while -(-low // chunk) != -(-high // chunk):
                 # `high` has one chunk more than it may: the next chunk gives it one less.
                 count = -(-high // chunk) - 1
@@ -107,7 +109,7 @@ def _next_larger(chunk: int, least: Sequence[int], most: Sequence[int]) -> int:
     return chunk
 
 
-def _next_smaller(chunk: int, least: Sequence[int], most: Sequence[int]) -> int | None:
+def _next_smaller(chunk: int, lower_bounds: Sequence[int], upper_bounds: Sequence[int]) -> int | None:
     """Return the largest chunk below `chunk` that holds. It splits some request.
 
     None: there is none.
@@ -115,7 +117,7 @@ def _next_smaller(chunk: int, least: Sequence[int], most: Sequence[int]) -> int 
     previous = 0
     while previous != chunk and chunk >= _LEAST_CHUNK:
         previous = chunk
-        for low, high in zip(least, most, strict=True):
+        for low, high in zip(lower_bounds, upper_bounds, strict=True):
             while chunk >= _LEAST_CHUNK and -(-low // chunk) != -(-high // chunk):
                 # `low` has one chunk less than it may: the next smaller chunk gives it one more.
                 chunk = (low - 1) // -(-low // chunk)

@@ -203,9 +203,9 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
             one_hot_at = per_row["most_likely"][:, None]
             probs.masked_fill_(is_greedy, 0).scatter_add_(1, one_hot_at, is_greedy.to(probs.dtype))
         return
-    most = sampling_info.max_top_k  # None: some request has no such filter
-    if most is not None and most <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
-        ranked, ids = probs.topk(most, dim=-1)
+    max_top_k = sampling_info.max_top_k  # None: some request has no such filter
+    if max_top_k is not None and max_top_k <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
+        ranked, ids = probs.topk(max_top_k, dim=-1)
         probs.zero_()
     else:
         ranked, ids = probs.sort(dim=-1, descending=True)

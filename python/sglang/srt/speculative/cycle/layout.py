@@ -113,23 +113,23 @@ def whole_blocks(bs: int, verify_len: int) -> VerifyLayout:
 
 
 @functools.lru_cache(maxsize=256)
-def drafted_slots(lengths: tuple[int, ...], most: int, device: torch.device, pads: bool) -> VerifyLayout:
+def drafted_slots(lengths: tuple[int, ...], num_slots: int, device: torch.device, pads: bool) -> VerifyLayout:
     """Return the layout of verified slots without anchors: the rows of the draft's head.
 
     A request that verifies none has a row nevertheless. Choices of lengths hold for a few cycles.
 
     Args:
         lengths: drafted tokens that each request verifies.
-        most: drafted slots of each block.
+        num_slots: drafted slots of each block.
         device: of the maps.
-        pads: whether blocks keep `most` slots, and rows are whole quarters of a power of two. A GPU then sees
-            few shapes.
+        pads: whether blocks keep `num_slots` slots, and rows are whole quarters of a power of two. A GPU then
+            sees few shapes.
     """
     counts = np.maximum(lengths, 1)
     if not pads:
         return VerifyLayout(len(counts), int(counts.max()), counts - 1, device)
     step = 1 << max(0, int(counts.sum() - 1).bit_length() - 3)
-    num_rows = min(-(-int(counts.sum()) // step) * step, len(counts) * most)
+    num_rows = min(-(-int(counts.sum()) // step) * step, len(counts) * num_slots)
     return VerifyLayout(
-        len(counts), verify_len=most, num_draft_tokens=counts - 1, device=device, num_rows=num_rows
+        len(counts), verify_len=num_slots, num_draft_tokens=counts - 1, device=device, num_rows=num_rows
     )

@@ -35,11 +35,11 @@ def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
 
 
 def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
-    """Return bounds of a decode batch's lengths. None: the host cannot tell.
+    """Return bounds of a decode batch's lengths, or None if the host knows none.
 
-    They are the most [bs], and by how much each length may be less [bs].
+    They are upper bounds [bs], and by how much each length may be less [bs].
     """
-    most, spread = [], []
+    upper_bounds, spread = [], []
     for req, known in zip(batch.reqs, batch.spec_info.known_lens, strict=True):
         if known == UNKNOWN or req.kv.req_pool_idx is None:
             return None  # or it ended since the batch was chosen
@@ -51,9 +51,9 @@ def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
             added, length = known.plan.verify_len, req.kv.kv_committed_len
         else:
             return None  # two cycles are in flight
-        most.append(length + added)
+        upper_bounds.append(length + added)
         spread.append(max(added - 1, 0))
-    return most, spread
+    return upper_bounds, spread
 
 
 class KnownLengthsMap(FutureMap):
@@ -80,6 +80,6 @@ class KnownLengthsMap(FutureMap):
             super().resolve_seq_lens_cpu(batch, *options, **named)  # gathers them on the device
         finally:
             self.needs_cpu_seq_lens = True
-        most, draft_input.spread = bounds
-        batch.seq_lens_cpu = torch.tensor(most, dtype=torch.int64)
-        batch.seq_lens_sum = sum(most)
+        upper_bounds, draft_input.spread = bounds
+        batch.seq_lens_cpu = torch.tensor(upper_bounds, dtype=torch.int64)
+        batch.seq_lens_sum = sum(upper_bounds)

@@ -29,10 +29,10 @@ def row_sizes(max_requests: int, block_size: int, least_requests: int = 1) -> li
     At least `least_requests` have a row each. The T are quarters of powers of two, and `max_requests` for a
     batch that verifies its anchors alone.
     """
-    most, sizes = max_requests * block_size, [1]
-    while sizes[-1] < most:
+    max_rows, sizes = max_requests * block_size, [1]
+    while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (1 << max(0, sizes[-1].bit_length() - 3)))
-    return sorted(size for size in {*sizes[:-1], max_requests, most} if size >= least_requests)
+    return sorted(size for size in {*sizes[:-1], max_requests, max_rows} if size >= least_requests)
 
 
 def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size: int) -> list[int]:
