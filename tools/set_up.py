@@ -220,7 +220,7 @@ def requirements(extras: list[str]) -> list[str]:
 
 
 def is_complete(venv: Path, wanted: list[str]) -> bool:
-    """Tell whether a finished environment holds all requirements."""
+    """Return whether a finished environment holds all requirements."""
     ready = venv / ".ready"
     if not ready.exists() or ready.stat().st_mtime < (ROOT / "pyproject.toml").stat().st_mtime:
         return False

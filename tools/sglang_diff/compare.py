@@ -45,12 +45,12 @@ class Row(NamedTuple):
 
     @property
     def is_required(self) -> bool:
-        """Tell whether DFLASH cannot be served without."""
+        """Return whether DFLASH cannot be served without."""
         return self.patch is None or self.patch.feature is None
 
     @property
     def is_broken(self) -> bool:
-        """Tell whether the patch cannot be made, or the import may fail."""
+        """Return whether the patch cannot be made, or the import may fail."""
         return self.state in BROKEN
 
     @property
@@ -91,7 +91,7 @@ def baseline_for(version: str) -> str:
 
 
 def is_as_recorded(tree: SourceTree) -> bool:
-    """Tell whether every file that matters is that of a supported release.
+    """Return whether every file that matters is that of a supported release.
 
     Takes milliseconds.
     """
@@ -215,7 +215,7 @@ def _passed(tree: SourceTree, found: Found) -> list[str] | None:
 
 
 def _compare_step(tree: SourceTree, step: str) -> Row:
-    """Tell whether plugins may wrap a step of the argument pipeline."""
+    """Return whether plugins may wrap a step of the argument pipeline."""
     steps = tree.find(f"{PACKAGE}.srt.arg_groups.resolution_hooks._OVERRIDABLE_HOOKS")
     nodes = [] if steps is None or steps.node is None else ast.walk(steps.node)
     if any(isinstance(node, ast.Constant) and node.value == step for node in nodes):

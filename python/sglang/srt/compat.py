@@ -62,7 +62,7 @@ def budgeted_draft_bytes(configurator: Any) -> int | None:
 
 
 def mixed_batches_cache_states() -> bool:
-    """Tell whether the prefix cache gets right recurrent states from mixed batches.
+    """Return whether the prefix cache gets right recurrent states from mixed batches.
 
     SGLang 0.5.22 forgets which states the prefill is to keep, and files others, with a draft or without.
     """

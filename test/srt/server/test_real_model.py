@@ -89,7 +89,7 @@ def num_kept(answer: dict) -> int:
 
 
 def ends_inside_a_block(choice: dict) -> bool:
-    """Tell whether the last cycle kept tokens behind the answer's end. The prefill emits the first token."""
+    """Return whether the last cycle kept tokens behind the answer's end. The prefill emits the first."""
     committed = 1 + sum((kept + 1) * cycles for kept, cycles in enumerate(histogram(choice)))
     return committed > len(choice["response_token_ids"])
 

@@ -181,7 +181,7 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
 
 
 def _reason_against_adaptive(args: Any, is_recurrent: bool) -> str | None:
-    """Say why adaptive width is impossible, if it is."""
+    """Return why adaptive width is impossible, or None."""
     if is_recurrent and args.enable_linear_replayssm_spec:
         return "not supported with ReplaySSM"
     if args.attn_dp_size > 1:
@@ -194,7 +194,7 @@ def _reason_against_adaptive(args: Any, is_recurrent: bool) -> str | None:
 
 
 def _reason_against_default(args: Any, block_size: int) -> str | None:
-    """Say why adaptive width is off unless it is requested, if it is."""
+    """Return why adaptive width is off without a request, or None."""
     if args.device not in ON_BY_DEFAULT:
         return "off by default on a GPU until it has been measured on one (--speculative-adaptive)"
     if block_size == 1:

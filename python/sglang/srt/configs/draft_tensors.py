@@ -260,9 +260,9 @@ def d2t_problems(
 def vocabulary_problems(
     draft: DFlashDraftConfig, target_tokens: int, own: Collection[str], d2t: Any = None, t2d: Any = None
 ) -> list[str]:
-    """Say why a draft does not fit the target's vocabulary, maybe one of another size.
+    """List why a draft does not fit the target's vocabulary, which may have another size.
 
-    A draft that borrows embedding and head does: it drafts the target's ids.
+    A draft that borrows embedding and head fits: such a draft proposes the target's ids.
 
     Args:
         draft: Its config.

@@ -76,7 +76,7 @@ class Scheme:
         return names.get(self.layout) or f"ModelOpt {self.layout.removeprefix('modelopt-').upper()}"
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Say why a weight of this shape cannot be stored so, or return None."""
+        """Return why a weight of this shape cannot be stored so, or None."""
         if self.strategy == "group" and not self.has_order and columns % self.group:
             return f"group size {self.group} does not divide its {columns} columns"
         if self.layout in ("nvfp4", "mxfp4", "modelopt-nvfp4") and columns % 2:

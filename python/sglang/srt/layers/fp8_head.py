@@ -26,7 +26,7 @@ def quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reason_against(head: nn.Module) -> str | None:
-    """Say why a head cannot be copied, or return None."""
+    """Return why a head cannot be copied, or None."""
     weight = getattr(head, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         return f"the head has no plain weight ({type(head).__name__})"

@@ -86,7 +86,7 @@ class BlockDraftModel(nn.Module):
 
     @property
     def has_borrowed(self) -> bool:
-        """Tell if the draft reads the target's modules: from then on none may be added."""
+        """Return whether the draft reads modules of the target. Then none may be added."""
         return self.borrowed[0] is not None
 
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:

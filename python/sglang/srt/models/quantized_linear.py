@@ -50,7 +50,7 @@ class RowCheck:
     expected: torch.Tensor
 
     def problem(self) -> str | None:
-        """Say why the module may not serve, or return None."""
+        """Return why the module may not serve, or None."""
         inputs = self.inputs.to(self.module.params_dtype)
         output = self.module.quant_method.apply(self.module, inputs)[:, self.columns]
         error = float((output.float() - self.expected).norm() / self.expected.norm().clamp(min=1e-30))

@@ -32,7 +32,7 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
 
 
 def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
-    """Tell whether enough memory is left for the draft's CUDA graphs, the same on all ranks."""
+    """Return whether enough memory is left for the draft's CUDA graphs, the same on all ranks."""
     if device != "cuda":
         return True  # SGLang knows whether such a device has any
     free = tp_sync.available_memory_gb(

@@ -40,7 +40,7 @@ _REQUESTS: tuple[tuple[dict[str, Any], bool, int], ...] = (
 
 
 def runs_cycles_alone(layout: Any) -> bool:
-    """Tell whether a rank runs cycles, and without asking ranks with other requests.
+    """Return whether a rank runs cycles, and without asking ranks with other requests.
 
     `layout` is that of the draft's ranks.
     """

@@ -58,14 +58,14 @@ def install(model: nn.Module) -> bool:
 
 
 def _runs_alone() -> bool:
-    """Tell whether one rank has the whole model, and rounds as it likes."""
+    """Return whether one rank has the whole model, and rounds as it likes."""
     parallel = get_parallel()
     is_split = parallel.tp_size > 1 or parallel.pp_size > 1 or parallel.attn_dp_enabled
     return not is_split and get_exec().deterministic.rl_on_policy_target is None
 
 
 def _has_hooks() -> bool:
-    """Tell whether hooks are to run after modules, which this forward leaves out."""
+    """Return whether hooks are to run after modules, which this forward leaves out."""
     options = get_observability()
     return bool(options.forward_hooks) or options.debug_tensor_dump_output_folder is not None
 
@@ -95,7 +95,7 @@ def _is_plain_norm(norm: Any) -> bool:
 
 
 def _rotates_all(rotary: Any) -> bool:
-    """Tell whether SGLang's own rotation of all dimensions by a table is meant."""
+    """Return whether SGLang's own rotation of all dimensions by a table is meant."""
     is_plain = type(rotary).forward_native is RotaryEmbedding.forward_native and rotary.is_neox_style
     return is_plain and rotary.rotary_dim == rotary.head_size and not hasattr(rotary, "sin_cos_cache")
 

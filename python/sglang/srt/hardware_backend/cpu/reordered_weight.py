@@ -46,7 +46,7 @@ class ReorderedWeight:
 
 
 def is_reordered(layer: Any) -> bool:
-    """Tell whether a layer multiplies with a reordered weight."""
+    """Return whether a layer multiplies with a reordered weight."""
     method = getattr(layer, "quant_method", None)
     return isinstance(method, ReorderedWeight) and method.weight is not None
 

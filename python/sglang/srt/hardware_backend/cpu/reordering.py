@@ -71,7 +71,7 @@ def _method(module: Any, is_head: bool) -> Any:
 
 
 def _is_reorderable(weight: torch.Tensor) -> bool:
-    """Tell whether a weight is a bfloat16 matrix, and not a view of another tensor."""
+    """Return whether a weight is a bfloat16 matrix, and not a view of another tensor."""
     is_matrix = weight.dtype == torch.bfloat16 and weight.dim() == 2
     return is_matrix and weight.untyped_storage().nbytes() == weight.nbytes
 
@@ -81,7 +81,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _computes_logits_otherwise(module: Any) -> bool:
-    """Tell whether a LogitsProcessor multiplies with the head's weight in another dtype."""
+    """Return whether a LogitsProcessor multiplies with the head's weight in another dtype."""
     is_processor = isinstance(module, LogitsProcessor)
     return is_processor and bool(module.use_fp32_lm_head or module.rl_on_policy_target)
 

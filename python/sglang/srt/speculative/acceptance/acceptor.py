@@ -110,7 +110,7 @@ class Acceptor:
         )
 
     def draws_drafts(self, sampling_info: Any, is_capped: bool = False) -> bool:
-        """Tell whether a batch's blocks are drawn: if the server draws and some request samples.
+        """Return whether a batch's blocks are drawn: if the server draws and some request samples.
 
         Seeded draws are the target's alone, by position, so that other requests of the batch do not matter.
         A cap shortens a block, which the rules for drawn blocks do not provide for.

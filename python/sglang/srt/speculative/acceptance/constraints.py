@@ -86,7 +86,7 @@ class Penalties:
 
     @staticmethod
     def are_requested(sampling_info: Any) -> bool:
-        """Tell whether a request of the batch has a penalty. SGLang has then summed its own."""
+        """Return whether a request of the batch has a penalty. SGLang has then summed its own."""
         return sampling_info.acc_additive_penalties is not None
 
     @functools.cached_property

@@ -146,14 +146,14 @@ def guard(req: Any) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def runs_per_slot(serialized: str | None) -> bool:
-    """Tell whether a request's processor, if any, may be called for every slot of a block."""
+    """Return whether a request's processor, if any, may be called for every slot of a block."""
     if serialized is None:
         return False
     return getattr(CustomLogitProcessor.from_str(serialized), "is_stateless", False)
 
 
 def need_tokens(reqs: Sequence[Any]) -> bool:
-    """Tell whether a batch has a processor that reads the drafted tokens, on the host."""
+    """Return whether a batch has a processor that reads the drafted tokens, on the host."""
     return any(runs_per_slot(req.custom_logit_processor) for req in reqs)
 
 

@@ -116,7 +116,7 @@ def _row_graph_runner() -> type:
 
 
 def reason_for_one_width(runner: Any, attention: Any) -> str | None:
-    """Say why a CUDA target cannot verify different numbers of tokens. None: it can."""
+    """Return why a CUDA target cannot verify different numbers of tokens, or None."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), FlashInfer, and Triton.
     takes_layouts = name == "FlashAttentionBackend" or (
