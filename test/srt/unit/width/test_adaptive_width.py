@@ -409,7 +409,7 @@ def from_three() -> tuple[AdaptiveFromBreakEven, list[str]]:
         (width.chooser, "choose"),
         (width._clock, "stop"),
         (width._clock, "interrupt"),
-        (width._backends, "follow"),
+        (width._backends, "select"),
     ):
         note(asked, owner, name)
     return width, asked
@@ -440,7 +440,7 @@ def test_lengths_are_adaptive_between_two_pauses():
     for _ in range(2):
         asked.clear()
         assert choose(width, few).verify_len == 8
-        assert asked == ["interrupt", "follow"], "no time passes for a cycle, and graphs have whole blocks"
+        assert asked == ["interrupt", "select"], "no time passes for a cycle, and graphs have whole blocks"
         assert choose(width, few).verify_len == 8 and len(asked) == 2
         assert choose(width, many).work is not None, "no hold outlives a pause"
 
@@ -449,7 +449,7 @@ def test_start_up_runs_both_kinds_of_cycles():
     width, asked = from_three()
     unlike, whole = width.plans_of_each_layout(4)
     assert unlike.layout.num_draft_tokens.tolist() == [7, 0, 7] and unlike.copies.size == 3
-    assert whole.verify_len == 8 and whole.copies.size == 0 and asked == ["follow", "interrupt", "follow"]
+    assert whole.verify_len == 8 and whole.copies.size == 0 and asked == ["select", "interrupt", "select"]
 
 
 class Event:
