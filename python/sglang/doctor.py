@@ -8,7 +8,7 @@ Configs and tensor headers are examined first. `--measure` then loads both model
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
 
 `--serve` resolves the flags as a server does, and loads no weights. Exit status: 0 ours serves, 1 SGLang's
-built-in DFLASH serves, 2 nobody does.
+built-in DFLASH serves, 2 neither does.
 """
 
 import argparse

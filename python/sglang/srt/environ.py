@@ -37,7 +37,7 @@ class Option(Generic[T]):
         return self.default if self.is_extra and DFlashOptions.BASIC_MODE.get() else self.requested()
 
     def requested(self) -> T:
-        """Return the value of the variable. Raises ValueError naming it if it cannot be used."""
+        """Return the value of the variable. Raises ValueError with its name for another text."""
         text = os.environ.get(self.variable)
         if not text:
             return self.default

@@ -228,7 +228,7 @@ def check_simulated_lens(block_size: int) -> None:
 def resolve_basic_mode(args: Any) -> dict[str, Any]:
     """Log what basic mode switches off, and return the fields of SGLang that it changes.
 
-    The extra options have their defaults with it (`Option.is_extra`). Call it when they are final.
+    The extra options have their defaults with it (`Option.is_extra`). Call this when all options are final.
     """
     if not DFlashOptions.BASIC_MODE.get():
         return {}

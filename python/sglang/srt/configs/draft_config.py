@@ -33,7 +33,7 @@ SLIDING_ATTENTION = "sliding_attention"
 NESTED_ONLY = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
 NESTED_ONLY |= {"use_swa", "swa_window_size"}
 
-# Validators of one field. They see the fields above it in the class, as far as those are valid.
+# Validators of one field. A validator sees the valid fields above its own.
 _DERIVED: Any = None  # the default of a field that its validator derives from others
 _UNKNOWN = 2**63  # in place of a size that is not valid
 
@@ -132,7 +132,7 @@ class DFlashDraftConfig(StrictModel):
             returns them, which for Gemma multiplies them itself.
         has_own_lm_head: whether the checkpoint must bring this tensor. It may in any case.
         has_embed_tokens: as `has_own_lm_head`.
-        max_position_embeddings: positions that the draft was made for; beyond them it drafts all the same.
+        max_position_embeddings: positions that the draft was made for. It also drafts beyond the last.
         use_swa: whether all layers slide, unless `layer_types` name some that do.
         swa_window_size: their `sliding_window`, if given.
     """

@@ -1,7 +1,7 @@
 """The formats of draft checkpoints, each converted to one flat config or refused.
 
 Beside z-lab's and the speculators library's there are P-EAGLE drafts with an EAGLE-3 config, as Amazon and
-NeMo AutoModel publish them. What makes one of those a P-EAGLE draft is the tensor `mask_hidden`, and a mask
+NeMo AutoModel publish them. Such a file is a P-EAGLE draft's if it has the tensor `mask_hidden`, and a mask
 token in its config. Sources: AWS's reader for Neuron (gpt-oss), NeMo AutoModel's `LlamaEagle3DraftModel`.
 """
 

@@ -1,4 +1,4 @@
-"""Comparison of a draft checkpoint's tensors with those its config requires."""
+"""Comparison of a draft checkpoint's tensors with the config."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ def examine_tensors(
     checkpoint: str = "draft",
     is_update: bool = False,
 ) -> ExaminedTensors:
-    """Compare a checkpoint's tensors with those that its config requires.
+    """Compare a checkpoint's tensors with the tensors that the config requires.
 
     Args:
         hf_config: the draft's, with the sizes of its layers.
@@ -268,7 +268,7 @@ def vocabulary_problems(
         draft: Its config.
         target_tokens: Size of the target's vocabulary.
         own: Names of the draft's tensors.
-        d2t: The map of its vocabulary, see `d2t_problems`; None if it has none.
+        d2t: The map of the draft's vocabulary, see `d2t_problems`, or None.
         t2d: As there.
     """
     problems = [] if d2t is None else d2t_problems(d2t, draft, t2d, target_tokens)

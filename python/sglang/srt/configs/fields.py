@@ -70,7 +70,7 @@ def short_repr(value: Any) -> str:
 def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) -> list[str]:
     """List what is wrong, a line for each field.
 
-    `names` are those in the file, if they differ.
+    `names` are the names in the file, if different.
     """
     problems = []
     for fault in error.errors(include_url=False):
@@ -157,7 +157,7 @@ class RopeFields(StrictModel):
 
 
 def _check_table(rope: RopeFields | None, info: ValidationInfo) -> RopeFields | None:
-    """Limit the table of a scaled embedding, which has `factor` times as many positions."""
+    """Limit the table of a scaled embedding, which has `factor` times the positions."""
     if rope is not None and "factor" in rope.model_fields_set:
         positions = rope.original_max_position_embeddings or info.data.get("max_position_embeddings") or 0
         if positions * rope.factor > MAX_SIZE:

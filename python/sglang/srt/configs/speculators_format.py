@@ -148,7 +148,7 @@ class _Draft(_Object):
         return flat_draft(
             _choose_rope(layers),
             architecture=self.architecture,
-            # P-EAGLE's is the newest token, and as many drafted ones as the draft was trained for.
+            # P-EAGLE's block is the newest token and the number of drafted tokens of the training.
             block_size=getattr(self, "block_size", tokens + 1),
             mask_token_id=self.mask_token_id,
             draft_vocab_size=self.draft_vocab_size,

@@ -1,7 +1,7 @@
 """Drafts published as DFlash that we do not serve, by their fields; backends of drafts.
 
-Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Fields that nobody knows
-are named in a warning, as they may be the trainer's notes.
+Read as a plain draft, a checkpoint with such fields would silently draft nonsense. Unknown fields are named
+in a warning: they may be the trainer's notes.
 """
 
 import json

@@ -15,7 +15,7 @@ import torch
 
 from sglang_dflash.srt.doctor.plain_drafts import PlainDFlash2, PlainDraft
 
-# A draft that has seen little of a text is over-confident on it, and any blur of its input then looks like an
+# A draft that has seen little of a text is over-confident there. Any blur of the input then looks like an
 # improvement. So each interpretation is compared at the temperature that suits it best.
 TEMPERATURES = (0.8, 1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5)
 _ANCHORS_AT_ONCE = 32

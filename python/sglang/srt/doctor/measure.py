@@ -23,8 +23,8 @@ from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Finding, Pair, f
 from sglang_dflash.srt.doctor.plain_drafts import PlainDraft, plain_draft
 from sglang_dflash.srt.layers.dequantize import take_quantized_modules
 
-# The evidence rests on sampled texts, for variety (a small target's greedy text repeats itself), and on short
-# greedy continuations that branch off them, because drafts are trained on greedy text.
+# The evidence rests on two kinds of text. Sampled texts give variety: a small target's greedy text repeats
+# itself. Short greedy continuations branch off them, because drafts are trained on greedy text.
 SAMPLES_PER_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 3, 72, 0.7
 BRANCH_EVERY, BRANCH_TOKENS = 24, 20
 _BATCH = 32

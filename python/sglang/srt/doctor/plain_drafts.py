@@ -55,9 +55,10 @@ class PlainDraft(ABC):
     ):
         """Set up a draft.
 
-        `weights` are the checkpoint's tensors by name, without the prefix `model.`. If it lacks them,
-        embedding [vocab, hidden] and head [draft vocab, hidden] are the target's, whose own module multiplies
-        embeddings by `target_scale`. The first of `rotary_shares` is the share of a head that is rotated.
+        `weights` are the checkpoint's tensors by name, without the prefix `model.`. Without an own one,
+        embedding [vocab, hidden] and head [draft vocab, hidden] are the target's. The target's module
+        multiplies embeddings by `target_scale`. The first of `rotary_shares` is the share of a head that is
+        rotated.
         """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
@@ -237,8 +238,8 @@ class PlainDFlash2(PlainDFlash):
             path.append(previous)
         before = anchors[:, None] + torch.arange(hidden.shape[1], device=anchors.device)
         scores = self._scores(gate, tokens[before.clamp(max=len(tokens) - 1)], ids, unary)
-        # Scores are trained among the candidates alone. So these share the probability that the base logits
-        # give to all of them, and every other token keeps its own: none has probability zero.
+        # Scores are trained among the candidates alone. So the candidates share the probability that the base
+        # logits give to all candidates. Other tokens keep theirs: none has probability zero.
         scores = scores + unary.logsumexp(-1, keepdim=True) - scores.logsumexp(-1, keepdim=True)
         return DraftedBlocks(torch.stack(path, dim=1), logits.scatter(-1, ids, scores))
 

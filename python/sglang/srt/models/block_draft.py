@@ -71,8 +71,8 @@ class BlockDraftModel(nn.Module):
         self.takes_parts = False  # a weight update may bring some of the tensors
         self.borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
-        # Forwards of so many requests end before the head. It then multiplies the rows of verified slots
-        # alone, outside the forward and its graphs.
+        # Forwards of this number of requests or more end before the head. The head then multiplies the rows
+        # of verified slots alone, outside the forward and the graphs.
         self.ends_before_head_from = math.inf
         classes = [self.layer_class] * config.num_hidden_layers
         classes[0] = self.first_layer_class or self.layer_class
@@ -151,7 +151,7 @@ class BlockDraftModel(nn.Module):
     def renew_copies(self) -> None:
         """Make again what is made of the weights, after an update of the draft or the target.
 
-        CUDA graphs read most of it, so it stays where it is.
+        CUDA graphs read most weights, so they keep their addresses.
         """
         for layer in self.layers:
             layer.self_attn.qk_weight = None

@@ -76,7 +76,7 @@ class PEagleDraftModel(BlockDraftModel):
         self.input_norm = RMSNorm(num_aux * hidden, eps=eps) if draft.norm_before_fc else None
         fc_norms = nn.ModuleList(RMSNorm(hidden, eps=eps) for _ in range(num_aux))
         self.fc_norm = fc_norms if draft.fc_norm else None
-        # Replaces target states that do not exist yet; it goes through norms and fc as they do.
+        # Replaces target states that do not exist yet, and goes through norms and fc like them.
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, num_aux * hidden), requires_grad=False)
         self._fused_mask: torch.Tensor | None = None
         self._blocks: PEagleRows | None = None

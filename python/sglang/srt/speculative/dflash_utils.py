@@ -19,7 +19,7 @@ def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
     """Raise RuntimeError unless the draft's KV pool has the target's slots and fits.
 
     SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config. If
-    it cannot read that, it guesses and warns."""
+    the reading fails, SGLang guesses and warns."""
     target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
     if draft_pool.size != target_pool.size:
         raise RuntimeError(

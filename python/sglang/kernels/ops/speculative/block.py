@@ -10,7 +10,7 @@ PADDING_SLOT = 0  # of SGLang's KV pools; nothing reads it
 
 
 def lanes(slots: int) -> int:
-    """Return the lanes for the slots of a block: those of a warp, or more if it needs more.
+    """Return the lanes for the slots of a block: a warp's, or the next power of two.
 
     Blocks of all verify lengths then share one compiled kernel.
     """

@@ -27,7 +27,7 @@ def _look_back(history, requests, ends, back):
 
 
 def find_match_torch(history, requests, seq_lens, bound):
-    """`find_match` in PyTorch; it synchronises with the host, so it is for the CPU."""
+    """`find_match` in PyTorch, for a CPU: on a GPU it waits for the device."""
     back, bound = torch.arange(LONGEST_MATCH, device=history.device), min(bound, history.shape[1])
     suffix = _look_back(history, requests, seq_lens, back)
     text = history[requests, :bound]
@@ -82,7 +82,7 @@ def find_match(
 
 
 def copy_matches_torch(history, requests, seq_lens, keys, block_size):
-    """`copy_matches` in PyTorch; it synchronises with the host, so it is for the CPU."""
+    """`copy_matches` in PyTorch, for a CPU: on a GPU it waits for the device."""
     copied = keys.new_full((len(keys), block_size), -1)
     if not keys.any():
         return copied, torch.zeros_like(seq_lens, dtype=torch.int32)

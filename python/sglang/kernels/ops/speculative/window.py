@@ -35,7 +35,8 @@ def prepare_window(
     Args:
         seq_lens: [bs] int64, committed lengths n.
         requests: [bs] int64, rows of both tables.
-        source: [rows, max_len] int32. Past its end its last entry is repeated, which nothing reads.
+        source: [rows, max_len] int32. Beyond a row's end the last entry is repeated; nothing reads the
+            copies.
         table: [rows, max_len] int32. Row i gets source[i, start : start + columns]. start is the last
             multiple of `page` up to max(0, n - size).
         size: tokens of the window.

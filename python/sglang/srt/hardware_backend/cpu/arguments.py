@@ -12,8 +12,8 @@ CPU_ATTENTION_BACKEND = "torch_native"
 CPU_MAX_TOTAL_TOKENS = 65536
 # The same for recurrent states, of which a running request holds up to five.
 CPU_MAX_RECURRENT_STATES = 256
-# SGLang has a list of attention backends for these. Its own torch_native, without sinks and windows, is not
-# on it.
+# SGLang has a list of attention backends for these. SGLang's torch_native, without sinks and windows, is not
+# on the list.
 _LISTED_BACKENDS_ONLY = ("GptOssForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 _CPU_BACKEND_ON_THE_LISTS = "intel_amx"
 

@@ -295,7 +295,7 @@ class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
 def is_needed(runner) -> bool:
     """Return whether a model runner needs our backend instead of SGLang's.
 
-    It does with DFLASH, if it is asked for (`CPU_LAYERS`), and for what SGLang's cannot do or gets wrong:
+    This backend serves with DFLASH, on request (`CPU_LAYERS`), and for what SGLang's cannot do or gets wrong:
     MLA, capped logits, sinks, window layers with their own slots, and padded batches, as DP attention has
     them.
     """

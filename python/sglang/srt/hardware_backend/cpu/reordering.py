@@ -1,9 +1,9 @@
 """Weights of a CPU server in oneDNN's own layout, where the CPU multiplies bfloat16.
 
 A product with a plain weight reorders it in every call. Here it is reordered once, at load. Attention and MLP
-layers keep the reordered copy alone: until its order is restored, their parameter has its shape but no
-values, and a reader that does not know gets NaN. Other layers, whose weight models read directly, keep both
-copies. So does a head that is tied to the embedding, which looks up rows.
+layers keep the reordered copy alone: until the order is restored, the parameter has a shape but no values,
+and a direct reader gets NaN. Other layers, whose weight models read directly, keep both copies. So does a
+head that is tied to the embedding, which looks up rows.
 
 SGLang restores the order and reorders again around a weight update through `restore_weights_before_loading`
 and `process_weights_after_loading`, as it does for quantized weights.

@@ -172,7 +172,7 @@ def constrain(
         penalties: counts of emitted tokens.
         chains: the blocks on their way to the host. None: nothing reads them there.
         grammar_barrier: SGLang's, waits until the grammars are up to date.
-        layout: verified slots. With custom logit processors, all requests verify as many.
+        layout: verified slots. With custom logit processors, all requests verify one number of slots.
     """
     info = batch.sampling_info
     if Penalties.are_requested(info):

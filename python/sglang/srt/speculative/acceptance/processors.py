@@ -4,7 +4,7 @@ A processor is called once per emitted token, as in plain SGLang, so its request
 SGLang's own classes are the exception. They read a request's tokens and parameters and keep no state. So
 they are called for every slot of a block, with the tokens before it, and their requests speculate.
 
-A processor is its sender's code. If it raises, its request ends, and no other.
+A processor is its sender's code. If a processor raises, its request ends, and no other.
 """
 
 import copy

@@ -28,7 +28,7 @@ _CYCLES = 1024  # drawn ahead, and then drawn from again
 
 @functools.lru_cache(maxsize=1024)
 def constant(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of one value, which all cycles share and nobody writes."""
+    """Return a constant tensor, which all cycles share and no code writes."""
     return torch.full(shape, value, dtype=dtype, device=device)
 
 

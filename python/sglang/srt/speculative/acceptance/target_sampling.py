@@ -176,7 +176,7 @@ def target_probs(
     return probs, layout.to_blocks(max_logits)
 
 
-# Sorting so many float32 takes about 0.4 GB of temporary memory.
+# Sorting this number of float32 values takes about 0.4 GB of temporary memory.
 ELEMENTS_AT_ONCE = 1 << 23
 
 
@@ -223,7 +223,7 @@ def replace_broken_rows(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
     Returns the maxima and argmaxima of all rows, [n] each.
 
-    Such a row holds NaN or infinity, or nothing that its grammar allows, and a sampler does not survive it.
+    Such a row holds NaN or infinity, or no token that the grammar allows. A sampler fails on these rows.
     SGLANG_SANITIZE_NAN_LOGITS has SGLang replace NaN and infinity first, and then no such row is broken.
     """
     sanitize_nan_logits(logits, "DFLASH verify")

@@ -23,8 +23,8 @@ class Cycle:
         req_pool_indices: [bs] int64, rows of the request table.
         committed: [bs] int64, tokens with committed KV, n. The block covers positions n .. n+B-1.
         committed_host: [bs] on the host, upper bounds of `committed`.
-        spread: [bs], by how much `committed_host` may exceed `committed`. None: it is exact, or no attention
-            backend plans with it.
+        spread: [bs], by how much `committed_host` may exceed `committed`. None: exact, or no attention
+            backend plans with `committed_host`.
         verify_len: slots of each block, the anchor included.
         tokens: [bs, B] int64, the anchor (the last cycle's bonus token), then mask tokens.
         positions: [bs, B] int64.

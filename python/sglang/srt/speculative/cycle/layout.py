@@ -28,7 +28,8 @@ class VerifyLayout:
         verify_len: W.
         num_draft_tokens: [bs] on the host, L_i.
         device: of the maps.
-        for_graph: SGLang's layout of the rows, for backends that read it on a GPU. It says how many they are.
+        for_graph: SGLang's layout of the rows, for backends that read it on a GPU. The number of rows is the
+            layout's.
         num_rows: least number of rows, without such a layout.
 
     Attributes:

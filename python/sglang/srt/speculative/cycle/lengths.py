@@ -3,8 +3,8 @@
 Attention backends that plan on the host (FlashInfer) need lengths there. SGLang waits for them before each
 step until the last one has accepted, and the device idles while the host plans and launches.
 
-The host has processed every cycle but the last when it prepares a step. That one adds between one token and
-as many as it verifies. So the host has bounds, and plans hold for every length within them
+The host has processed every cycle but the last when it prepares a step. The last cycle adds from one token to
+its verify length. So the host has bounds, and plans hold for every length within them
 (`layers/attention/flashinfer_plans.py`). Lengths are exact after a prefill, after an anchor-only cycle and
 after a pause.
 """

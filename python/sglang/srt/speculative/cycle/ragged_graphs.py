@@ -164,7 +164,7 @@ class RowBackends:
         return cls(runner, block_size, (backend, graphs))
 
     def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
-        """Have the target verify so many drafted tokens of each request, [n], from now on.
+        """Have the target verify `lengths` drafted tokens of the requests, [n], from now on.
 
         Returns the layout, the same object while the lengths stay.
         """
@@ -215,7 +215,7 @@ class AnyRows:
     def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
         """Return the layout of a cycle that verifies `lengths` drafted tokens, [n].
 
-        With `needs_rectangle`, all requests verify as many as the one that verifies most.
+        With `needs_rectangle`, all requests verify the largest length.
         """
         verify_len = int(lengths.max()) + 1
         if needs_rectangle:

@@ -186,7 +186,7 @@ class VerifyTail:
 
     def _capture(self, graph_runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
         """Absorb states. SGLang calls this at the end of each warm-up and capture of a forward."""
-        # In a graph that is keyed by rows, as many rows as requests may be the block of one.
+        # In a graph that is keyed by rows, a number of rows equal to the requests may be one request's block.
         is_anchor_only = num_tokens == forward_batch.batch_size and not graph_runner.ragged_verify_mode
         if is_anchor_only and self._drafter.defers_anchor_only_cycles:
             return
@@ -219,7 +219,7 @@ def draft_subset(
         drafter: fills blocks.
         cycle: all requests of the batch, blocks with all slots to draft.
         on_host: [m] int64, requests to draft for.
-        layout: verified slots. The result has as many slots as the longest request.
+        layout: verified slots. The result has the slots of the longest request.
         sampling_info: SGLang's, for all requests. If given, tokens are drawn.
         target_runner: plans the slots of the chosen requests.
     """

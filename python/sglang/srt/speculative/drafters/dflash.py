@@ -40,7 +40,7 @@ class DraftWindow:
     """The draft's window: the last `size` committed tokens.
 
     The flag is `--speculative-draft-window-size`. Paged backends read up to a page more. The draft reads
-    through its own request table, rewritten before each block, over the KV slots it shares with the target.
+    through a second request table, rewritten before each block, over KV slots that it shares with the target.
     Nothing before the window is read. Keys keep the positions they were rotated at.
     """
 
@@ -48,7 +48,7 @@ class DraftWindow:
         self, size: int, target_runner: Any, draft_runner: Any, attention_backend: str, num_draft_rows: int
     ):
         self._size = size
-        # Whole pages are read, as many as fit between the window's ends, so the window begins with a page.
+        # Attention reads whole pages, so the window begins with a page.
         self._page = target_runner.page_size if attention_backend in PAGED_BACKENDS else 1
         self._source = target_runner.req_to_token_pool.req_to_token
         self._table = draft_runner.req_to_token_pool.req_to_token
@@ -65,7 +65,7 @@ class DraftWindow:
             The host's are upper bounds. They exceed the others by the cycle's spread at most, unless windows
             start at page boundaries.
         """
-        # As many columns for every request: past its block a row holds entries that nobody reads.
+        # Every request has the same number of columns. Entries past its block are not read.
         columns = self._longest + self._num_draft_rows
         seq_lens = prepare_window(
             cycle.committed,
@@ -100,9 +100,9 @@ class DFlashDrafter(Drafter):
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
         self.narrows_blocks = not self._model.norm.weight.is_cuda  # CUDA graphs have whole blocks
         self.has_own_table = get_spec().speculative_draft_window_size is not None
-        # Context of cycles that drafted nothing. Nobody reads it before the next block is drafted or another
-        # request is prefilled. All rows are of one set of requests: a changed set may give a slot to another
-        # request, whose rows are written later.
+        # Context of cycles that drafted nothing. No kernel reads it before the next block is drafted or
+        # another request is prefilled. All rows are of one set of requests: a changed set may give a slot to
+        # another request, whose rows are written later.
         self._has_drafted = False
         self._deferred: list[ContextRows] = []
         self._deferred_for = torch.empty(0, dtype=torch.int64)
