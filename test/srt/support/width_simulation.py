@@ -120,7 +120,7 @@ class Simulation:
             WIDTHS,
             verify * wrong,
             draft,
-            reads=read,
+            seconds_per_context_token=read,
             mixed_sample=half,
             tries=KNOWN * self.is_steady,
             draft_slots=widths,

@@ -39,8 +39,8 @@ def follow_schedule(module) -> None:
     """Replace the policy's choices by those of the schedule, if there is one."""
     choose, cycles = module.LengthChooser.choose, itertools.count()
 
-    def choose_by_schedule(self, requests, further, matches, caps):
-        choice = choose(self, requests, further, matches, caps)
+    def choose_by_schedule(self, requests, extra_context, matches, caps):
+        choice = choose(self, requests, extra_context, matches, caps)
         schedule = json.loads(os.environ.get(_VARIABLE, "[]"))
         return scheduled(choice, requests.rows, next(cycles), schedule, matches, caps) if schedule else choice
 

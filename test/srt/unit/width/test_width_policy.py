@@ -95,7 +95,7 @@ def test_costs_beyond_what_was_measured_and_of_padded_forwards():
     assert table().verify(128)[0] == pytest.approx(2 * table().verify(64)[0])
     padded = table(padded=True)
     assert padded.verify(5)[0] == table().verify(8)[0] and padded.draft(3)[3] == table().draft(4)[4]
-    far = table(reads=0.001, context=100)
+    far = table(seconds_per_context_token=0.001, context=100)
     assert far.verify(4, 4 * 500)[0] == pytest.approx(table().verify(4)[0] + 2.0)
 
 

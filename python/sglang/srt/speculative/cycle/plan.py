@@ -34,7 +34,7 @@ class CycleWork(NamedTuple):
     verified: int  # drafted tokens in all
     drafted_for: int  # requests that the draft serves
     is_ragged: bool = False  # whether requests verify different numbers
-    further: int = 0  # committed tokens of all requests beyond those that start-up measured with
+    extra_context: int = 0  # committed tokens of all requests beyond those that start-up measured with
     draft_width: int = -1  # index of the measured widths of draft blocks
 
 

@@ -151,13 +151,13 @@ class AdaptiveLengths:
         self._learn_timings()
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
-        further = num_tokens - len(batch.reqs) * self.chooser.costs.context
-        choice = self._broadcast_choice(requests, further, matches, caps)
+        extra_context = num_tokens - len(batch.reqs) * self.chooser.costs.context
+        choice = self._broadcast_choice(requests, extra_context, matches, caps)
         plan = plan_lengths(
             self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
         )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
-        work = self.chooser.work(choice, further)
+        work = self.chooser.work(choice, extra_context)
         widths = self.chooser.costs.draft_slots
         draft_slots = int(widths[choice.draft_width]) if choice.draft_width < -1 else None
         plan = plan._replace(
@@ -220,13 +220,13 @@ class AdaptiveLengths:
         return BatchRequests(key, rows, self._row_generation[rows], modes)
 
     def _broadcast_choice(
-        self, requests: BatchRequests, further: int, matches: np.ndarray, caps: np.ndarray
+        self, requests: BatchRequests, extra_context: int, matches: np.ndarray, caps: np.ndarray
     ) -> Choice:
         """Return rank 0's choice. Others may differ, and ranks that disagree hang."""
         n = len(requests.rows)
         choice = Choice(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool), 0.0, 0.0)
         if self._tp_group.rank_in_group == 0:
-            choice = self.chooser.choose(requests, further, matches, caps)
+            choice = self.chooser.choose(requests, extra_context, matches, caps)
         if self._tp_group.world_size > 1:
             rows = (
                 choice.lengths,

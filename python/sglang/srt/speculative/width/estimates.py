@@ -195,7 +195,7 @@ class CostTable:
         verify: seconds of a cycle without its draft. [L, W]
         draft: seconds of drafting for all requests. [L], or [L, D] by the drafted slots of a block.
         padded: whether forwards are padded to the next of `loads`.
-        reads: seconds per committed token beyond `context`.
+        seconds_per_context_token: for each committed token beyond `context`.
         context: committed tokens per request in the measurement.
         sizes: rows that a verify is padded to, ascending. Empty: it is not, or to whole requests.
         mixed_sample: seconds of a cycle in which every other request, the first included, has a whole block
@@ -211,7 +211,7 @@ class CostTable:
         verify: np.ndarray,
         draft: np.ndarray,
         padded: bool = False,
-        reads: float = 0.0,
+        seconds_per_context_token: float = 0.0,
         context: int = 0,
         sizes: Sequence[int] = (),
         mixed_sample: np.ndarray | float = 0.0,
@@ -225,7 +225,9 @@ class CostTable:
         verify, draft = (
             _lowered(np.array(table, dtype=float).reshape(num_loads, -1)) for table in (verify, draft)
         )
-        self._entries = np.concatenate((verify.ravel(), draft.ravel(), np.zeros(num_loads), [reads]))
+        self._entries = np.concatenate(
+            (verify.ravel(), draft.ravel(), np.zeros(num_loads), [seconds_per_context_token])
+        )
         of_verify, of_draft, self._ragged_overhead = np.split(
             self._entries[:-1], [verify.size, verify.size + draft.size]
         )
@@ -252,16 +254,16 @@ class CostTable:
         table = _read(table, np.ceil(index) if self._padded else index)
         return table * np.maximum(1.0, requests / self.loads[-1])
 
-    def verify(self, num_requests: int, further: int = 0) -> np.ndarray:
+    def verify(self, num_requests: int, extra_context: int = 0) -> np.ndarray:
         """Return the seconds of verifying 0 .. n K drafted tokens.
 
         Args:
             num_requests: n.
-            further: committed tokens of all requests beyond n times `context`.
+            extra_context: committed tokens of all requests beyond n times `context`.
         """
         by_length = self._at(num_requests, self._verify)
         # With shorter contexts than at start-up, the part that is not attention stays.
-        by_length = np.maximum(by_length + self._entries[-1] * further, by_length / 2)
+        by_length = np.maximum(by_length + self._entries[-1] * extra_context, by_length / 2)
         drafted = np.arange(num_requests * (self.verify_lens[-1] - 1) + 1)
         seconds = np.interp(drafted, num_requests * (self.verify_lens - 1), by_length)
         return seconds[self._padded_rows(num_requests, drafted).clip(max=drafted[-1])]
@@ -285,8 +287,8 @@ class CostTable:
 
     def _weights(self, work: CycleWork) -> np.ndarray:
         """Return how much of each entry a cycle takes."""
-        weights = self._weights_at_context(work._replace(further=0)).copy()
-        weights[-1] = max(work.further, 0)
+        weights = self._weights_at_context(work._replace(extra_context=0)).copy()
+        weights[-1] = max(work.extra_context, 0)
         return weights
 
     def _compute_weights(self, work: CycleWork) -> np.ndarray:

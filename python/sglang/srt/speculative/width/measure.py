@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 _CONTEXT = 128  # committed tokens of a request in the measurement
-# Seconds that the cycles may take; larger loads are left out. The reads of contexts come on top. Ignored with
+# Seconds that the cycles may take; larger loads are left out. The cost of contexts comes on top. Ignored with
 # several ranks: one rank cannot decide that alone.
 _BUDGET_S = {"cpu": 1.6, "cuda": 8.0}
 _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token is measured
@@ -181,7 +181,7 @@ def _measure(
         # The draft's forward writes the context of as many plain cycles as a block has rows.
         verify[:, 0] += draft[:, -1] / worker.block_size
     few = max(n for n in loads[:measured] if n <= max(_FEW_REQUESTS, loads[0]))
-    reads = timer.time_reads(few, context, budget / 4)
+    per_context_token = timer.time_context(few, context, budget / 4)
     sizes = getattr(backends, "sizes", ())  # of graphs keyed by rows
     costs = CostTable(
         loads=np.array(loads),
@@ -189,7 +189,7 @@ def _measure(
         verify=verify,
         draft=draft,
         padded=not sizes and bool(captured_sizes(timer.runner)),
-        reads=reads,
+        seconds_per_context_token=per_context_token,
         context=context,
         sizes=sizes,
         mixed_sample=seconds[:, -1],
@@ -206,7 +206,7 @@ def _measure(
         (1e3 * verify[:measured]).round(2).tolist(),
         draft_slots,
         (1e3 * draft[:measured]).round(2).tolist(),
-        1e6 * reads,
+        1e6 * per_context_token,
         [round(1e3 * costs.ragged_overhead(n), 2) for n in loads[:measured]],
     )
     return costs

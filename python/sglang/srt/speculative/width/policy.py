@@ -112,23 +112,27 @@ class LengthChooser:
         self._has_probed = False  # in the latest choice
         self._credit = 0.0  # seconds that probes may cost
 
-    def choose(self, requests: BatchRequests, further: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+    def choose(
+        self, requests: BatchRequests, extra_context: int, matches: np.ndarray, caps: np.ndarray
+    ) -> Choice:
         """Return a choice or a probe for the next cycles.
 
         Args:
             requests: of the batch.
-            further: committed tokens of all requests beyond those that costs were measured with.
+            extra_context: committed tokens of all requests beyond those that costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
         self.count_cycle()
         caps = np.minimum(caps, self.max_draft_tokens)
-        choice, *others = self._decide(requests, further, matches, caps)
+        choice, *others = self._decide(requests, extra_context, matches, caps)
         if not choice.copies.any():
             choice = choice._replace(num_cycles=HOLD)
         self._credit += self._probe_share * self._cycles_without_choice * choice.seconds
         self._cycles_without_choice = 0
-        probe = choice if self._has_probed else self._probe(choice, others, requests.rows, further, caps)
+        probe = (
+            choice if self._has_probed else self._probe(choice, others, requests.rows, extra_context, caps)
+        )
         # Costs are corrected by comparison with the cycles beside a probe, so these must be others.
         self._has_probed = probe is not choice
         return probe
@@ -139,11 +143,11 @@ class LengthChooser:
         self._cycles_without_trial += 1
 
     def _decide(
-        self, requests: BatchRequests, further: int, matches: np.ndarray, caps: np.ndarray
+        self, requests: BatchRequests, extra_context: int, matches: np.ndarray, caps: np.ndarray
     ) -> list[Choice]:
         """Return the best choice and, if nothing is copied, that of each other width of draft blocks."""
         n, modes = len(requests.rows), requests.modes
-        verify, ragged_overhead = self.costs.verify(n, further), self.costs.ragged_overhead(n)
+        verify, ragged_overhead = self.costs.verify(n, extra_context), self.costs.ragged_overhead(n)
         is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
         copied = np.zeros(is_allowed.shape)
         if matches.any():
@@ -169,7 +173,7 @@ class LengthChooser:
                 return choices[:1]
         return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
 
-    def work(self, choice: Choice, further: int = 0) -> CycleWork:
+    def work(self, choice: Choice, extra_context: int = 0) -> CycleWork:
         """Return what a cycle of this choice does, with so many further committed tokens."""
         lengths, is_drafted = choice.lengths, choice.lengths > 0
         if self._skips_draft:
@@ -180,12 +184,12 @@ class LengthChooser:
             verified=int(lengths.sum()),
             drafted_for=int(is_drafted.sum()),
             is_ragged=is_ragged,
-            further=further,
+            extra_context=extra_context,
             draft_width=choice.draft_width,
         )
 
     def _probe(
-        self, choice: Choice, others: list[Choice], rows: np.ndarray, further: int, most: np.ndarray
+        self, choice: Choice, others: list[Choice], rows: np.ndarray, extra_context: int, most: np.ndarray
     ) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
 
@@ -209,7 +213,7 @@ class LengthChooser:
         if not self._probe_share or not unlike:
             return choice
         probe = unlike[0]
-        seconds = self.costs.expected(self.work(probe, further))
+        seconds = self.costs.expected(self.work(probe, extra_context))
         price = 0.0 if is_new else max(seconds - choice.seconds * probe.tokens / choice.tokens, 0.0)
         self._credit = min(self._credit, max(price, 3 * choice.seconds))
         if self._credit < price:

@@ -98,7 +98,7 @@ class CycleTimer:
         is_steady = np.array([len(of_load) > 2 for of_load in samples]) & (np.array(spread) < _STEADY)
         return least[0], least[1], is_steady
 
-    def time_reads(self, n: int, context: int, budget: float) -> float:
+    def time_context(self, n: int, context: int, budget: float) -> float:
         """Return the seconds that a committed token beyond `context` adds to a verify.
 
         0 if contexts can hardly be longer. Attention reads a context once, however many rows query
@@ -119,8 +119,8 @@ class CycleTimer:
                     break
         draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
         draft_share = draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
-        reads = len(cycles) + draft_share * sum(map(any, cycles))
-        return max(float(np.median(added)), 0.0) / (n * (longer - context)) / reads
+        num_reads = len(cycles) + draft_share * sum(map(any, cycles))
+        return max(float(np.median(added)), 0.0) / (n * (longer - context)) / num_reads
 
     @torch.no_grad()
     def _time_cycles(self, cycles: Sequence[tuple[int, ...]], n: int, context: int) -> np.ndarray:
