@@ -103,7 +103,7 @@ def decode(server: Server, times: Path, requests: int) -> list[float]:
 
 
 def cycles_of(times: Path, requests: int) -> list[float]:
-    """Read the probe's file: seconds of each cycle so far with so many requests."""
+    """Read the probe's file: seconds of each cycle so far with this number of requests."""
     return json.loads(times.read_text()).get(str(requests), []) if times.exists() else []
 
 

@@ -212,7 +212,8 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
 def free_port() -> int:
     """Find a free port that no outgoing connection takes while the server starts.
 
-    Linux gives those the ports from 32768 on, unless told otherwise. SGLang's ranks meet on 22000 to 29999.
+    Linux gives such connections the ports from 32768 on, unless told otherwise. SGLang's ranks meet on 22000
+    to 29999.
     """
     draw = random.SystemRandom()  # a test may have seeded the shared generator
     while True:

@@ -29,7 +29,7 @@ ANSWERS = Path(__file__).with_name("answers.json")
 NEAR_TIE = 0.25
 TEXTS, LONGEST_TEXT = 8, 64  # texts, and tokens of one
 CONSTRAINTS = ({"regex": "[a-z ]{8,48}"}, {"min_new_tokens": 40}, {"logit_bias": {"13": 1.5}})
-END_SLACK = 2  # SGLang cuts an answer so many tokens before the end of its context
+END_SLACK = 2  # tokens before the end of the context at which SGLang cuts an answer
 # Tokens of a sampled answer, and how many of a position's likeliest ones are looked at.
 SAMPLED_TOKENS, RANKED = 64, 64
 MOST_SIGMAS = 5.0

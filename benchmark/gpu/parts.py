@@ -105,7 +105,7 @@ def list_of_parts(sizes: Sizes) -> list[Part]:
 
 
 def schedule(parts: Sequence[Part], seconds: float, is_held: bool = True) -> list[tuple[Part, float]]:
-    """Return the parts that a call of so many seconds starts, each with the second at which it is over.
+    """Return the parts that a call of `seconds` starts, each with the second at which it ends.
 
     By the estimates. is_held: whether the first one's server is held before; those after it are.
     """
@@ -125,7 +125,7 @@ def _backend(sizes: Sizes, name: str) -> str:
 def _speed(
     sizes: Sizes, pair: Pair, backend: str, variant: str, loads: Iterable[int], profiled: int = 0
 ) -> Part:
-    """Plan loads of like requests, and a profile of so many of them; 0: none."""
+    """Plan loads of like requests, and a profile of `profiled` of them; 0: none."""
     is_large, accepts = pair.name == QWEN3_8_27B.name, variant not in (NO_SPECULATION, USELESS)
     steps = [FIRST]
     for requests in loads:

@@ -33,7 +33,7 @@ from serving import ROOT  # noqa: E402
 
 DONE, FAILED, PARTS_ARE_LEFT = 0, 1, 3
 SHOWN = 300  # characters of a problem that are printed
-MOST_OF_ESTIMATE = 3  # a part that takes so many times its estimate hangs
+MOST_OF_ESTIMATE = 3  # times its estimate after which a part is taken to hang
 
 
 def main() -> int:

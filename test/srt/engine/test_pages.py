@@ -28,7 +28,7 @@ pytestmark = pytest.mark.server
 ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
 FLAGS = ("--dtype", "float32", "--random-seed", "7", "--max-total-tokens", "16384")
 BLOCK, PAGE, CHUNK = "--speculative-num-draft-tokens", "--page-size", "--chunked-prefill-size"
-# The first requests get so many tokens of an answer. The second ones begin inside it.
+# Tokens of an answer that the first requests get. The second ones begin inside it.
 FIRST, BEGUN, ANSWER = 32, 23, 56
 
 

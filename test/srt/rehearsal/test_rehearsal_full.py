@@ -440,6 +440,6 @@ def test_a_causal_draft_is_noticed(expected, reference):
 
 def test_a_forgotten_static_buffer_is_noticed():
     """A graph that reads a temporary tensor ends the server at the warm-up request."""
-    with pytest.raises(ServerDied, match="reads memory that nobody has kept since the capture"):
+    with pytest.raises(ServerDied, match="reads memory that was not kept since the capture"):
         with rehearse(Scene("fa3", fault="forgotten buffer"), DRAFT):
             pass

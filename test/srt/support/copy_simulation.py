@@ -55,7 +55,7 @@ def common_text(rng: np.random.Generator, length: int) -> list[int]:
 
 
 def edited(rng: np.random.Generator, text: Sequence[int], every: int) -> list[int]:
-    """Return the text with a token in about `every` so many replaced."""
+    """Return the text with about one token in `every` replaced."""
     return [int(rng.integers(VOCABULARY)) if rng.random() < 1 / every else token for token in text]
 
 

@@ -223,6 +223,6 @@ class Case:
         for request, aux_hidden in enumerate(contexts):
             expected = self.block_hidden(tokens[request], aux_hidden)
             difference = (self.logits(ours[request]) - self.logits(expected)).abs().max()
-            assert not difference.isnan(), "the draft read a slot that nobody had written"
+            assert not difference.isnan(), "the draft read an unwritten slot"
             worst = max(worst, difference.item())
         return worst

@@ -84,7 +84,7 @@ def random_weights(config: dict, num_aux: int, seed: int = 0) -> dict[str, torch
 
 
 def random_peagle_weights(layers: dict, num_aux: int, tokens: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a P-EAGLE draft that may say so many tokens, all but `d2t`.
+    """Return the tensors of a P-EAGLE draft with a vocabulary of this size, all but `d2t`.
 
     layers: the config's `transformer_layer_config`.
     """

@@ -129,7 +129,7 @@ class Simulation:
         self.tokens = self.seconds = 0.0
 
     def run(self, n: int, cycles: int = 400, warm: int = 100, caps=DEPTH) -> "Simulation":
-        """Run so many cycles of n requests; totals leave out the first ones, with expected tokens."""
+        """Run cycles of n requests; totals leave out the first ones, with expected tokens."""
         rows, modes, kinds = np.arange(n), np.zeros(n, dtype=int), cycle(self.kinds)
         self.accept_probs = np.stack([KINDS[next(kinds)] for _ in rows])
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []

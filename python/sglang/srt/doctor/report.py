@@ -35,12 +35,12 @@ def implementation(draft: Checkpoint, faults: Sequence[Finding]) -> str:
     """Name the implementation that serves a draft with these faults, and why it is not ours."""
     found = checkpoint_findings(draft.config, str(draft.folder))
     if not found and any(fault.is_fatal for fault in faults):
-        return "nobody: a fault ends the start"
+        return "no implementation: a fault ends the start"
     if not found:
         return "sglang-dflash, if no flag or device says otherwise"
     reasons = "; ".join(finding.what for finding in found)
     if not all(finding.builtin_supports for finding in found):
-        return f"nobody: {reasons}"
+        return f"no implementation: {reasons}"
     lost = "".join(f"; {finding.drawback}" for finding in found if finding.drawback)
     return f"SGLang's built-in DFLASH, on a GPU alone, because {reasons}{lost}"
 

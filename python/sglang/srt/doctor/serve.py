@@ -21,7 +21,7 @@ from sglang_dflash.srt.observability.server_info import Implementation
 
 logger = logging.getLogger(__name__)
 
-OURS, BUILT_IN, REFUSED = "sglang-dflash", "SGLang's built-in DFLASH", "nobody"
+OURS, BUILT_IN, REFUSED = "sglang-dflash", "SGLang's built-in DFLASH", "no implementation"
 STATUS = {OURS: 0, BUILT_IN: 1, REFUSED: 2}
 # Facts of SGLang's `override_platform`. Its default attention depends on them, and so may who serves.
 HOPPER: dict[str, Any] = {
@@ -42,7 +42,7 @@ class Answer:
     Attributes:
         served_by: OURS, BUILT_IN or REFUSED.
         device: where the server would run.
-        because: why ours does not serve, or why nobody does.
+        because: why ours does not serve, or why none does.
         lost: what the built-in lacks.
         settings: what is on and off, by name.
         memory: sizes by name, in the unit that the name ends with. Unknown sizes are omitted.

@@ -2,7 +2,7 @@
 
 `plan` leaves a schedule in pinned memory and in the wrapper's workspace, where a captured kernel finds it.
 Like the kernel, a run takes the size and the planned number of chunks from the schedule, and everything else
-from the device's arrays. If the chunks of the device's lengths are not as many, a GPU would silently merge
+from the device's arrays. If the device's lengths have another number of chunks, a GPU would silently merge
 the partial results of other rows: here it is reported. So is a length outside the bounds that our plans
 assume, and pinned memory that is overwritten while its copy may still wait behind other work.
 """

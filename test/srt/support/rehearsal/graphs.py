@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
         for owner, reader in self.foreign.values():
             if owner.expired():
                 raise StaleRead(
-                    f"{role} {shape_key}: {reader} reads memory that nobody has kept since the capture"
+                    f"{role} {shape_key}: {reader} reads memory that was not kept since the capture"
                 )
         for _, run in self.nodes:
             run()

@@ -198,7 +198,7 @@ REFUSED_BY_BOTH = {
         "Gemma's RMSNorm",
         "not supported by",
     ),
-    "a Domino draft that nobody reads": (
+    "a Domino draft that neither reads": (
         {"dflash_config": {"projector_type": "domino"}},
         {},
         "dflash_config.projector_type",

@@ -161,7 +161,7 @@ def largest_error(
         stored = pools.token_to_kv_pool.get_key_buffer(1)[pools.slots(request, n, totals[request])]
         assert torch.equal(stored, keys[request][n:])
     difference = (found.double().view_as(expected) - expected).abs().max()
-    assert not difference.isnan(), "a slot that nobody had written was read"
+    assert not difference.isnan(), "an unwritten slot was read"
     return difference.item()
 
 

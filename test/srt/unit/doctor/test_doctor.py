@@ -98,10 +98,13 @@ BUILT_IN = "served by SGLang's built-in DFLASH, on a GPU alone, because"
     [
         ({}, "served by sglang-dflash"),
         ({"use_gemma_norm": True}, f"{BUILT_IN} use_gemma"),
-        ({"dflash_config": {"markov_order": 1}}, "served by nobody: dflash_config.markov_order"),
-        ({"vocab_size": None}, "served by nobody: a fault ends the start"),
+        ({"dflash_config": {"markov_order": 1}}, "served by no implementation: dflash_config.markov_order"),
+        ({"vocab_size": None}, "served by no implementation: a fault ends the start"),
         (AWQ, f"{BUILT_IN} quant_method 'awq' is not served"),
-        ({"speculators_model_type": "dflash", **AWQ}, "served by nobody: quant_method 'awq' is not served"),
+        (
+            {"speculators_model_type": "dflash", **AWQ},
+            "served by no implementation: quant_method 'awq' is not served",
+        ),
     ],
 )
 def test_who_serves_is_said(changes, words, tmp_path, capsys):
@@ -225,7 +228,7 @@ def observed() -> measure.TargetTranscripts:
 
 
 def some(observed: measure.TargetTranscripts, every: int) -> measure.TargetTranscripts:
-    """Return one of so many texts, and half as many branches."""
+    """Return one text in `every`, and half that share of the branches."""
     return replace(observed, texts=observed.texts[::every], branches=observed.branches[:: 2 * every])
 
 

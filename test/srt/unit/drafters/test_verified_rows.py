@@ -44,7 +44,7 @@ class Drafting:
             self.drafter.prefill(prompt, states, slots, torch.tensor([3]))
 
     def cycle(self, num_slots: int | None = None):
-        """Begin a cycle of blocks with so many drafted slots."""
+        """Begin a cycle of blocks with this number of drafted slots."""
         width = (num_slots or self.num_slots) + 1
         tokens = self.case.block_tokens(ANCHORS)[:, :width]
         return draft_cycle(self.pools, range(len(CONTEXTS)), CONTEXTS, tokens, width)

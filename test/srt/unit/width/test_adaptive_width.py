@@ -218,7 +218,7 @@ def test_a_choice_is_held_until_something_longer_matches():
     drafting = choose(width, batch, matches=5)
     held = [choose(width, batch, matches=5) for _ in range(HOLD - 1)]
     assert all(plan.layout is drafting.layout and plan.work == drafting.work for plan in held)
-    assert not any(plan.matches.size for plan in held), "copies that nobody makes are not compared"
+    assert not any(plan.matches.size for plan in held), "copies that are not made are not compared"
     assert choose(width, batch, matches=5).matches.size
     run(width, batch, 160, lambda plan: [0] * 2)
     width.chooser._probe_share = 0.0
