@@ -19,7 +19,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.documented import PAGES, commands, defined_flags, spans
 
-from sglang_dflash.srt.arg_groups.options import adding_flags
+from sglang_dflash.srt.arg_groups.options import make_add_cli_args
 
 TESTS = ROOT / "test" / "srt"
 # limits.md is written from the code, and lists what is refused or ignored.
@@ -113,7 +113,7 @@ OTHER_FIELDS = {"input_ids", "messages", "model", "n", "text", "tools"}
 def server_flags() -> set[str]:
     """Return the flags of SGLang's servers, with ours."""
     parser = argparse.ArgumentParser()
-    adding_flags()(parser)
+    make_add_cli_args()(parser)
     return {flag for action in parser._actions for flag in action.option_strings}
 
 

@@ -71,7 +71,7 @@ def _draft_quantization(method: str) -> str:
     return method
 
 
-def adding_flags() -> staticmethod:
+def make_add_cli_args() -> staticmethod:
     """Return SGLang's `ServerArgs.add_cli_args`, extended by our flags."""
     from sglang.srt.server_args import ServerArgs
 

@@ -103,7 +103,7 @@ class StoredTensor:
         return f"{self.file}: " if self.file else ""
 
 
-def _safetensors(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
+def _read_safetensors(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -115,7 +115,7 @@ def _safetensors(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
         yield name, StoredTensor(values.get_dtype(), tuple(values.get_shape()), values, file)
 
 
-def _pickled(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
+def _read_pickle(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
     import torch
 
     try:
@@ -137,11 +137,11 @@ def weight_files(folder: str) -> list[str]:
         if names == ["consolidated.safetensors", "model.safetensors"] and INDEX not in found:
             return names[1:]
         if names:
-            return names if kind != _KINDS[0] or INDEX not in found else _indexed(folder, names)
+            return names if kind != _KINDS[0] or INDEX not in found else _files_in_index(folder, names)
     raise ValueError(f"no weights are there: no file *{', *'.join(_KINDS)}")
 
 
-def _indexed(folder: str, names: list[str]) -> list[str]:
+def _files_in_index(folder: str, names: list[str]) -> list[str]:
     listed = read_object(os.path.join(folder, INDEX)).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise ValueError(f"{INDEX}: weight_map must map tensors to files")
@@ -155,7 +155,7 @@ def tensors_of(checkpoint: str) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a local checkpoint's tensors. Raises ValueError, in one line, if SGLang cannot."""
     folder = os.path.expanduser(checkpoint)
     for file in weight_files(folder):
-        read = _safetensors if file.endswith(_KINDS[0]) else _pickled
+        read = _read_safetensors if file.endswith(_KINDS[0]) else _read_pickle
         yield from read(os.path.join(folder, file), file)
 
 

@@ -61,7 +61,7 @@ def _check_target_layers(value: Any, validate: Any, info: ValidationInfo) -> tup
         value = spread_target_layer_ids(depth, info.data.get("num_hidden_layers", 1))
     ids = validate(value)
     if min(ids) < 0:
-        raise ValueError(f"{listed_ids(ids)} hold a negative id")
+        raise ValueError(f"{format_ids(ids)} hold a negative id")
     if len(set(ids)) < len(ids):
         raise ValueError(f"must be without repeats, got {short_repr(list(ids))}")
     return ids
@@ -344,6 +344,6 @@ def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tu
     return tuple(round(first + i * (last - first) / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def listed_ids(ids: Sequence[int]) -> str:
+def format_ids(ids: Sequence[int]) -> str:
     """Return target layer ids for a message."""
     return f"{short_repr(list(ids))} (0-based layer outputs; speculators counts one more)"

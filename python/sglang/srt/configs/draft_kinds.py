@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
-from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, listed_ids
+from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, format_ids
 from sglang_dflash.srt.configs.fields import (
     DraftConfigError,
     LayerIds,
@@ -245,10 +245,10 @@ def check_draft_fits_target(
     depth = target_text_config.num_hidden_layers * (getattr(target_text_config, "num_loops", None) or 1)
     ids = draft.target_layer_ids
     if max(ids) >= depth:
-        problems.append(f"target_layer_ids {listed_ids(ids)} leave the target's {depth} layers")
+        problems.append(f"target_layer_ids {format_ids(ids)} leave the target's {depth} layers")
     elif max(ids) == depth - 1 and next(iter(architectures), None) not in _CAPTURES_LAST_LAYER:
         problems.append(
-            f"target_layer_ids {listed_ids(ids)} name the last layer: "
+            f"target_layer_ids {format_ids(ids)} name the last layer: "
             "SGLang captures a layer's output at the input of the next one, and the last layer has none"
         )
     if problems:

@@ -143,8 +143,8 @@ class PlainDraft(ABC):
         name = f"layers.{layer}"
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         sources = x if context is None else torch.cat((context, x))
-        query = self._rotated(f"{name}.self_attn.q", x, heads, rows.positions)
-        key = self._rotated(f"{name}.self_attn.k", sources, kv_heads, keys.positions)
+        query = self._rotate(f"{name}.self_attn.q", x, heads, rows.positions)
+        key = self._rotate(f"{name}.self_attn.k", sources, kv_heads, keys.positions)
         value = self._heads(f"{name}.self_attn.v_proj", sources, kv_heads)
         groups = heads // kv_heads
         attended = F.scaled_dot_product_attention(
@@ -172,7 +172,7 @@ class PlainDraft(ABC):
     def _heads(self, name: str, x: torch.Tensor, count: int) -> torch.Tensor:
         return self._linear(name, x).unflatten(-1, (count, -1)).transpose(0, 1)  # [count, R, head_dim]
 
-    def _rotated(self, name: str, x: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, name: str, x: torch.Tensor, count: int, positions: torch.Tensor) -> torch.Tensor:
         heads = self._heads(f"{name}_proj", x, count)
         if f"{name}_norm.weight" in self.weights:
             heads = self._norm(f"{name}_norm", heads)

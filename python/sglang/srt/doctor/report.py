@@ -141,11 +141,11 @@ def _answers(measured: Measurement) -> Iterator[tuple[str, list[tuple[str, str, 
             before, wrong = tokens[:bonus], block.tokens[block.accepted :]
             kind, remark = "b", "bonus token after a block kept whole"
             if rejected := [measured.pieces([*before, token], bonus)[0] for token in wrong]:
-                rest = f", then {_quoted(''.join(rejected[1:]))}" if rejected[1:] else ""
-                kind, remark = "b r", f"bonus token; draft, rejected: {_quoted(rejected[0])}{rest}"
+                rest = f", then {_quote(''.join(rejected[1:]))}" if rejected[1:] else ""
+                kind, remark = "b r", f"bonus token; draft, rejected: {_quote(rejected[0])}{rest}"
             spans.append((kind, pieces[bonus - start], remark))
         yield measured.decode(tokens[:start]), spans
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "“" + text.replace("\n", "⏎") + "”"

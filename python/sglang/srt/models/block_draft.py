@@ -186,9 +186,9 @@ class BlockDraftModel(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the draft's logits of hidden [n, hidden], [n, draft_vocab_size], on all ranks."""
-        return self.capped(full_logits(hidden, self.head))
+        return self.cap_logits(full_logits(hidden, self.head))
 
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+    def cap_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap logits of the head as the config says."""
         softcap, multiplier = self.draft.final_logit_softcapping, self.draft.output_multiplier
         if multiplier != 1.0:

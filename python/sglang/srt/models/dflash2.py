@@ -153,7 +153,7 @@ class DFlash2DraftModel(DFlashDraftModel):
         logits, ids = largest_logits(
             hidden, self.head, self.draft.selector_top_k, self.draft.selector_vocab_size
         )
-        found = self.capped(logits).float(), ids, self.candidate_selector.hidden_projection(hidden)[0]
+        found = self.cap_logits(logits).float(), ids, self.candidate_selector.hidden_projection(hidden)[0]
         unary, ids, gate = (tensor.view(*rows.shape[:-1], -1) for tensor in found)
         return Candidates(ids, unary, gate)
 

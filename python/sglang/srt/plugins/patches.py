@@ -127,7 +127,7 @@ AT_LOAD = (
         feature="the flags of sglang-dflash on the command line (their environment variables work)",
         signature="(parser)",
         why="offer DFLASH's own flags on SGLang's command line",
-        build=call_ours("srt.arg_groups.options.adding_flags"),
+        build=call_ours("srt.arg_groups.options.make_add_cli_args"),
     ),
     *AT_CPU_LOAD,
 )
@@ -283,7 +283,7 @@ AT_WORKER = (
         feature="log probabilities of zero tokens as without a draft",
         signature="(self, i, req, pt, next_token_ids, num_input_logprobs, output)",
         why="with a draft SGLang samples a token for requests of zero tokens, and reports its probability",
-        ours="srt.speculative.dflash_utils.leave_out_undrawn_token",
+        ours="srt.speculative.dflash_utils.drop_undrawn_token",
     ),
     wrapping(
         target="sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",

@@ -90,7 +90,7 @@ def truncate_at_first_stop(
     req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
 
 
-def leave_out_undrawn_token(
+def drop_undrawn_token(
     add_logprob_return_values: Callable[..., int], processor: Any, i: int, req: Any, *args: Any
 ) -> int:
     """Give no log probability beside no token, in `SchedulerLogprobResultProcessor`.

@@ -92,9 +92,9 @@ def write_context_kv_torch(
         if pool.dtype in _FP8:
             largest = torch.finfo(pool.dtype).max
             states = states.clamp(-largest, largest)
-        states = _indexable(states.to(pool.dtype))
+        states = _make_indexable(states.to(pool.dtype))
         for layer, buffer in enumerate(buffers):
-            _indexable(buffer).index_copy_(0, cache_loc, states[:, layer])
+            _make_indexable(buffer).index_copy_(0, cache_loc, states[:, layer])
 
 
 @with_twin(write_context_kv_torch)
@@ -185,7 +185,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _indexable(x: torch.Tensor) -> torch.Tensor:
+def _make_indexable(x: torch.Tensor) -> torch.Tensor:
     """View fp8 as bytes: PyTorch cannot write fp8 elements by index on every device."""
     return x.view(torch.uint8) if x.dtype in _FP8 else x
 

@@ -149,7 +149,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     # [bs, heads, tokens, ...]
     rows_of_all = torch.zeros(v.shape[1:], dtype=torch.float32)  # rows behind the last request's stay zero
     q, k, v = (x[0, index].transpose(1, 2).float() for x in (q, k, v))
-    q, k = _normalized(q, k, value_heads, use_qk_l2norm_in_kernel)
+    q, k = _normalize(q, k, value_heads, use_qk_l2norm_in_kernel)
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float(), softplus_beta, softplus_threshold)
     decay = decay.exp().view(-1, value_heads, 1, 1)[index]
     beta = b.float().sigmoid().view(-1, value_heads, 1, 1)[index]
@@ -203,7 +203,7 @@ def chunk_gated_delta_rule_cpu(
         return padded.view(-1, size, *x.shape[2:]).transpose(1, 2)
 
     q, k, v, g, beta = map(chunked, (q, k, v, g, beta))
-    q, k = _normalized(q, k, value_heads, use_qk_l2norm_in_kernel)
+    q, k = _normalize(q, k, value_heads, use_qk_l2norm_in_kernel)
     # Section 3.3: a chunk's updates as one, a unit lower triangular system.
     decay = g.cumsum(-1)
     later = torch.ones(size, size, dtype=torch.bool).triu(1)
@@ -239,7 +239,7 @@ def chunk_gated_delta_rule_cpu(
     return rows_of_all[None].to(dtype), None, at_chunks[None]
 
 
-def _normalized(q, k, value_heads, use_l2norm):
+def _normalize(q, k, value_heads, use_l2norm):
     """Scale and repeat q and k [.., heads, tokens, dim] to one head per value head."""
     if use_l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))

@@ -156,7 +156,7 @@ class DraftBlock:
     tokens: torch.Tensor
     probs: DraftProbs | None = None
 
-    def narrowed(self, verify_len: int) -> "DraftBlock":
+    def narrow(self, verify_len: int) -> "DraftBlock":
         """Keep the first slots. Lossless if `verify_len` was chosen without the drafted tokens."""
         if verify_len >= self.tokens.shape[1]:
             return self

@@ -226,7 +226,7 @@ def draft_subset(
     lengths, verify_len = layout.num_draft_tokens, layout.verify_len
     draws = sampling_info is not None and verify_len > 1
     if len(on_host) == cycle.bs and cycle.verify_len > 1:
-        return drafter.propose(cycle, sampling_info if draws else None, lengths).narrowed(verify_len)
+        return drafter.propose(cycle, sampling_info if draws else None, lengths).narrow(verify_len)
     tokens = cycle.tokens[:, :1].repeat(1, verify_len)
     if not len(on_host) or cycle.verify_len == 1:
         return DraftBlock(tokens)
@@ -236,7 +236,7 @@ def draft_subset(
         per_request = {name: getattr(sampling_info, name)[drafted] for name in PER_REQUEST}
         own_sampling = dataclasses.replace(sampling_info, **per_request)
     own_cycle = cycle.of_requests(on_host, drafted, target_runner)
-    block = drafter.propose(own_cycle, own_sampling, lengths[on_host]).narrowed(verify_len)
+    block = drafter.propose(own_cycle, own_sampling, lengths[on_host]).narrow(verify_len)
     num_slots = block.tokens.shape[1]  # a copy may be longer
     tokens[drafted, :num_slots] = block.tokens
     if block.probs is None:
