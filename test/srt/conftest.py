@@ -29,7 +29,7 @@ LONGEST = (
     "test_sampled_sequences.py",
     "test_dflash.py",
     "test_real_model.py",
-    "test_structured_output.py",
+    "test_grammars.py",
     "test_stock_sglang.py",
     "test_sampled_requests.py",
     "test_penalized_answers.py",
