@@ -80,7 +80,7 @@ def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, which is read from its file when it is indexed.
+    """A tensor of a checkpoint, read from the file when indexed.
 
     Attributes:
         dtype: element type by safetensors' name.

@@ -323,7 +323,7 @@ def _block(value: Any, name: str) -> tuple[int, int]:
 def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
     """Read an FP8 export without a library's name, as Qwen's and DeepSeek's.
 
-    With blocks its scales are named `weight_scale_inv`. They are factors all the same.
+    With blocks the scales are named `weight_scale_inv`, but are factors, too.
     """
     kind = raw.get("fmt") or "e4m3"
     if kind not in ("e4m3", "float8_e4m3fn"):

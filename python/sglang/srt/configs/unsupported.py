@@ -154,7 +154,7 @@ def variant_findings(
 
 
 def field_of(name: Any) -> FieldRule | None:
-    """Return a field's entry in FIELDS; one that ends in "_" is that of all that begin so."""
+    """Look up a field in FIELDS, where a name that ends in "_" matches by prefix."""
     return next((f for e, f in FIELDS.items() if name == e or e[-1] == "_" and str(name).startswith(e)), None)
 
 

@@ -71,7 +71,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokens of tokenizer.json, without rules of a model. None if there is no such file."""
+        """The tokens of tokenizer.json, without rules of a model, or None without this file."""
         from transformers import PreTrainedTokenizerFast
 
         path = self.folder / "tokenizer.json"

@@ -149,9 +149,9 @@ class BlockDraftModel(nn.Module):
         return reason
 
     def renew_copies(self) -> None:
-        """Make again what is made of the weights, after an update of the draft or the target.
+        """Rebuild tensors derived from the weights, after an update of the draft or the target.
 
-        CUDA graphs read most weights, so they keep their addresses.
+        CUDA graphs read most of these tensors, which keep their addresses.
         """
         for layer in self.layers:
             layer.self_attn.qk_weight = None

@@ -104,7 +104,7 @@ class DFlashAttention(nn.Module):
         return output
 
     def norm_and_rotate_in_place(self, qkv: torch.Tensor, positions: torch.Tensor) -> bool:
-        """Run SGLang's kernel if it can: bfloat16, heads of a power of two. Return if it did.
+        """Run SGLang's kernel for bfloat16 and heads of a power of two. Return whether it ran.
 
         0.5.22 has no such kernel."""
         if table_qk_norm_rope_ is None:

@@ -58,7 +58,7 @@ def install(model: nn.Module) -> bool:
 
 
 def _runs_alone() -> bool:
-    """Return whether one rank has the whole model, and rounds as it likes."""
+    """Return whether one rank has the whole model, and may round differently."""
     parallel = get_parallel()
     is_split = parallel.tp_size > 1 or parallel.pp_size > 1 or parallel.attn_dp_enabled
     return not is_split and get_exec().deterministic.rl_on_policy_target is None
