@@ -25,6 +25,7 @@ from sglang_dflash.srt.speculative.drafters.copies import (
     WHOLE_CYCLES,
     CopySource,
     CopyStats,
+    _num_right,
     overlay_copies,
 )
 
@@ -280,6 +281,14 @@ def test_what_was_kept_is_text_and_the_rest_is_not():
         played.commit([said], [kept])
     assert played.texts[2][-10:] == [50, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
+
+
+def test_a_copy_is_compared_up_to_the_bonus_token():
+    """The target's bonus token is the output's too. Slots behind it have no output."""
+    copied = torch.tensor([[-1, 5, 6, 7], [-1, 5, 6, 7], [-1, 5, 6, 7]])
+    output = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [9, 6, 7, 8]])
+    accepted = accepted_blocks(torch.tensor([2, 1, 0], dtype=torch.int32), output)
+    assert _num_right(copied, accepted).tolist() == [3, 2, 0]
 
 
 # -- without the draft
