@@ -20,6 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from sglang_dflash.srt.plugins.patch import Patch  # noqa: E402
+from sglang_dflash.srt.reaches import Reach  # noqa: E402
 from sglang_diff import compare  # noqa: E402
 from sglang_diff.compare import SAME, Row  # noqa: E402
 from sglang_diff.source_tree import NotSGLang, SourceTree  # noqa: E402
@@ -71,15 +73,21 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
 
 def report(rows: Sequence[Row], version: str, baseline: str, against: str | None) -> str:
     """Return the report in Markdown: what is gone, what has changed, and how to look at it."""
-    targets = Counter(row.state for row in rows if row.patch is not None)
+    targets = Counter(row.state for row in rows if isinstance(row.patch, Patch))
+    reached = Counter(row.state for row in rows if isinstance(row.patch, Reach))
     names = Counter(row.state for row in rows if row.patch is None)
     lines = [
         f"SGLang {version}, compared with {baseline}: "
-        f"{_counted(targets, 'targets')}; {_counted(names, 'imported names')}."
+        f"{_counted(targets, 'targets')}; {_counted(names, 'imported names')}; "
+        f"{_counted(reached, 'attributes')}."
     ]
     told = [row for row in rows if row.state != SAME]
     if told:
-        lines += ["", "| target or imported name | state | without it | where |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| target, imported name or attribute | state | without it | where |",
+            "|---|---|---|---|",
+        ]
         lines += [_line(row) for row in told]
     changed = [row for row in told if row.where and row.state != compare.UNKNOWN]
     if changed:
@@ -105,9 +113,7 @@ def _line(row: Row) -> str:
 
 
 def _path(row: Row) -> str:
-    if row.patch is None:
-        return row.label.replace(":", ".")
-    return row.patch.target
+    return row.label.replace(":", ".")
 
 
 def _diff(target: str, old: SourceTree, new: SourceTree) -> str:

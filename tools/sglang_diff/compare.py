@@ -2,11 +2,13 @@
 
 For each patch: whether its target is there, takes the expected parameters, and still has the body that our
 replacement was written against. For each name that our files import from SGLang: whether it is there, and
-takes the same parameters as before.
+takes the same parameters as before. For each attribute that we reach for (`reaches.py`): whether its class
+has it, and whether a function of this name has the same parameters and body as before.
 """
 
 import ast
 import functools
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,32 +18,34 @@ import sglang_dflash
 from sglang_dflash.srt.plugins.entry_points import CPU_STEPS, STEPS
 from sglang_dflash.srt.plugins.patch import Patch, release_numbers
 from sglang_dflash.srt.plugins.patches import TABLES
+from sglang_dflash.srt.reaches import REACHES, Reach
 from sglang_diff.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
 RECORDED = Path(__file__).with_name("fingerprints.json")
 OURS = Path(sglang_dflash.__file__).parent
 
 SAME, CHANGED, OTHER_PARAMETERS, GONE, UNKNOWN = "same", "changed", "parameters", "gone", "no record"
+UNREAD = "not checked"  # no FlashInfer is beside this SGLang
 # States in which a patch cannot be made, and an import may fail.
 BROKEN = (OTHER_PARAMETERS, GONE)
 
 
 class Row(NamedTuple):
-    """The state of one target, imported name or step.
+    """The state of one target, reach, imported name or step.
 
     Attributes:
-        label: The target, `module:name`, or a step's name.
+        label: The target, `owner.name` of a reach, `module:name`, or a step's name.
         state: One of the states above.
         detail: For the reader, may be empty.
         where: File and line in SGLang.
-        patch: None for an imported name and a step.
+        patch: A patch or a reach. None for an imported name and a step.
     """
 
     label: str
     state: str
     detail: str
     where: str
-    patch: Patch | None
+    patch: Patch | Reach | None
 
     @property
     def is_required(self) -> bool:
@@ -55,7 +59,9 @@ class Row(NamedTuple):
 
     @property
     def is_fatal(self) -> bool:
-        return self.is_required and (self.state == GONE or self.state in BROKEN and self.patch is not None)
+        return self.is_required and (
+            self.state == GONE or self.state in BROKEN and isinstance(self.patch, Patch)
+        )
 
 
 class ImportedName(NamedTuple):
@@ -108,6 +114,7 @@ def compare(tree: SourceTree, baseline: str) -> list[Row]:
     """
     recorded = records()[baseline]
     rows = [_compare_patch(tree, patch, recorded["bodies"]) for patch in patches_for(tree)]
+    rows += [_compare_reach(tree, label, reach, recorded) for label, reach in reached_names(tree).items()]
     rows += [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
     return rows + [_compare_step(tree, step) for step in (*STEPS, *CPU_STEPS)]
 
@@ -119,6 +126,10 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     for patch in patches_for(tree):
         if (body := body_of(tree, patch)) and body.node is not None:
             bodies[patch.target] = fingerprint(body.node)
+    for label, reach in reached_names(tree).items():
+        found = _source(tree, reach) is tree and tree.find_attribute(reach.owner, label.rpartition(".")[2])
+        if found and (names := parameters(tree, found)) is not None:
+            bodies[label], imports[label] = fingerprint(found.node), ", ".join(names)
     for name in imported_names():
         found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
         if found is not None and (names := _passed(tree, found)) is not None:
@@ -131,6 +142,13 @@ def patches_for(tree: SourceTree) -> list[Patch]:
     """List the patches that this SGLang needs to itself; one target is PyTorch's."""
     table = [patch for patches in TABLES.values() for patch in patches if patch.is_needed_on(tree.version)]
     return [patch for patch in table if patch.target.startswith(f"{PACKAGE}.")]
+
+
+def reached_names(tree: SourceTree) -> dict[str, Reach]:
+    """Map what we reach for in this SGLang and in FlashInfer, as `owner.name`, to its row of the ledger."""
+    numbers = release_numbers(tree.version)
+    reaches = [reach for reach in REACHES if numbers >= release_numbers(reach.since)]
+    return {f"{reach.owner}.{name}": reach for reach in reaches for name in reach.names}
 
 
 def body_of(tree: SourceTree, patch: Patch) -> Found | None:
@@ -192,18 +210,51 @@ def _compare_patch(tree: SourceTree, patch: Patch, bodies: dict[str, str]) -> Ro
     return Row(patch.target, state, "", _place(tree, body), patch)
 
 
+def _compare_reach(tree: SourceTree, label: str, reach: Reach, recorded: dict[str, dict[str, str]]) -> Row:
+    source = _source(tree, reach)
+    if source is None:
+        return Row(label, UNREAD, "there is no FlashInfer here", "", reach)
+    found = source.find_attribute(reach.owner, label.rpartition(".")[2])
+    if found is None:
+        return Row(label, GONE, f"{reach.where} has to {reach.kind} it: {reach.why}", "", reach)
+    place, names = _place(source, found), parameters(source, found)
+    if names is None or label not in recorded["bodies"]:
+        return Row(label, SAME, "", place, reach)
+    if detail := _differences(names, recorded["imports"][label]):
+        return Row(label, OTHER_PARAMETERS, detail, place, reach)
+    state = SAME if recorded["bodies"][label] == fingerprint(found.node) else CHANGED
+    return Row(label, state, "", place, reach)
+
+
+def _source(tree: SourceTree, reach: Reach) -> SourceTree | None:
+    return tree if reach.owner.startswith(f"{PACKAGE}.") else _flashinfer()
+
+
+@functools.cache
+def _flashinfer() -> SourceTree | None:
+    """Return the FlashInfer of this environment; a wheel of SGLang has none of its files."""
+    spec = importlib.util.find_spec("flashinfer")
+    return None if spec is None or not spec.origin else SourceTree.beside(Path(spec.origin).parents[1])
+
+
 def _compare_import(tree: SourceTree, name: ImportedName, known: dict[str, str]) -> Row:
     found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
     if found is None:
         return Row(name.label, GONE, "our files import it", "", None)
     names, before = _passed(tree, found), known.get(name.label)
-    if before is None or names is None or ", ".join(names) == before:
+    if before is None or names is None or not (detail := _differences(names, before)):
         return Row(name.label, SAME, "", _place(tree, found), None)
+    return Row(name.label, OTHER_PARAMETERS, detail, _place(tree, found), None)
+
+
+def _differences(names: list[str], before: str) -> str:
+    """Say how parameters differ from recorded ones. Empty: they do not."""
+    if ", ".join(names) == before:
+        return ""
     old = before.split(", ")
     differences = [f"+{one}" for one in names if one not in old]
     differences += [f"-{one}" for one in old if one not in names]
-    detail = ", ".join(differences) or "in another order"
-    return Row(name.label, OTHER_PARAMETERS, detail, _place(tree, found), None)
+    return ", ".join(differences) or "in another order"
 
 
 def _passed(tree: SourceTree, found: Found) -> list[str] | None:

@@ -85,6 +85,11 @@ class SourceTree:
         folder = Path(next(iter(spec.submodule_search_locations))).parent
         return cls(importlib.metadata.version(PACKAGE), functools.partial(_read_file, folder))
 
+    @classmethod
+    def beside(cls, folder: Path) -> "SourceTree":
+        """Return the packages of a folder, whatever their versions."""
+        return cls("unknown", functools.partial(_read_file, folder))
+
     def digest(self, file: str) -> str | None:
         """Return a hash of a file's text, None if there is none."""
         content = self._read(file)
@@ -128,7 +133,7 @@ class SourceTree:
         if not names:
             self.files.add(self.file_of(module) or "")
             return Found(module, (), None)
-        if depth == 0:
+        if depth == 0 or self.file_of(module) is None:
             return None
         body, stars = self.parse(module).body, []
         node = _defined(body, names[0])
@@ -153,6 +158,13 @@ class SourceTree:
                 return found
         return None
 
+    def find_attribute(self, owner: str, name: str) -> Found | None:
+        """Return where a class or its bases, or a module's functions, define or assign an attribute."""
+        found = self.find(f"{owner}.{name}")
+        if found is None and self.file_of(owner) and (node := _assigned(self.parse(owner), "", name)):
+            return Found(owner, (name,), node)
+        return found
+
     def _find_below(self, holder: Found, names: tuple[str, ...], depth: int) -> Found | None:
         if not names:
             return holder
@@ -162,7 +174,7 @@ class SourceTree:
             return self._find_in(holder.module, (*path, *names), depth - 1)
         if not isinstance(holder.node, ast.ClassDef):
             return None
-        node = _defined(holder.node.body, names[0])
+        node = _defined(holder.node.body, names[0]) or _assigned(holder.node, "self", names[0])
         if node is not None:
             return self._find_below(Found(holder.module, (*holder.names, names[0]), node), names[1:], depth)
         for base in holder.node.bases:
@@ -243,6 +255,15 @@ def _defined(body: list[ast.stmt], name: str) -> Definition | None:
             if any(isinstance(node, ast.Name) and node.id == name for node in targets):
                 assigned = statement
     return defined or assigned
+
+
+def _assigned(holder: ast.AST, owner: str, name: str) -> ast.AST | None:
+    """Return an assignment to an attribute of `owner`; "": of any object."""
+    for node in ast.walk(holder):
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store):
+            if owner in ("", ast.unparse(node.value)):
+                return node
+    return None
 
 
 _ANNOTATIONS = ("annotation", "returns", "type_comment", "type_params", "kind")

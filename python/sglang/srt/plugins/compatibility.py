@@ -2,8 +2,8 @@
 
 The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
 compares signatures. On a supported release only required targets are looked up, as another plugin may have
-replaced one of them. On any other SGLang each target is, and our worker is imported too. `tools/sglang_diff`
-compares the bodies of targets as well.
+replaced one of them. On any other SGLang each target is, and what `reaches.py` lists, and our worker is
+imported too. `tools/sglang_diff` compares the bodies of targets as well.
 """
 
 import functools
@@ -16,6 +16,7 @@ from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglan
 from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import patch, patches
 from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version
+from sglang_dflash.srt.reaches import find_misfit
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ def why_off() -> str | None:
         return str(mismatch)
     if is_supported:
         return None
+    if reason := find_misfit(None):
+        return reason
     try:
         importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
     except Exception as error:  # returned, and logged as the reason

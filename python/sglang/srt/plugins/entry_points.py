@@ -166,9 +166,11 @@ def cpu_attention(runner: Any) -> Any:
 
     from sglang_dflash.srt.hardware_backend.cpu import attention, dense_forward, reordering
     from sglang_dflash.srt.plugins import patch, patches
+    from sglang_dflash.srt.reaches import ON_CPU, require
 
     if not attention.is_needed(runner):
         return attention.TorchNativeAttnBackend(runner)
+    require(ON_CPU)
     patch.install(patches.AT_CPU_ATTENTION)
     reordering.reorder(runner.model)
     dense_forward.install(runner.model)

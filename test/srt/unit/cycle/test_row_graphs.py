@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from sglang_dflash.srt.speculative.cycle import ragged_graphs
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     GraphLayout,
     RowBackends,
@@ -171,3 +172,9 @@ def test_who_verifies_one_width_and_why(name, fields, graph_fields, words):
     attention = type(name, (SimpleNamespace,), {})(**fields)
     reason = reason_for_one_width(runner_of(**graph_fields), attention)
     assert reason is None if words is None else words in reason
+
+
+def test_without_a_name_that_it_overrides_there_is_one_width(monkeypatch):
+    monkeypatch.setattr(ragged_graphs, "find_misfit", {ragged_graphs.ROWS: "no such method"}.get)
+    reason = reason_for_one_width(runner_of(), type(FA, (SimpleNamespace,), {})())
+    assert reason == "no such method"

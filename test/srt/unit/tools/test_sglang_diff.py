@@ -90,6 +90,8 @@ def test_a_copy_and_a_wheel_of_it_are_the_same(copy, tmp_path, capsys):
     assert first == second
 
 
+GRAPHS = "sglang/srt/model_executor/runner/decode_cuda_graph_runner.py"
+RESULT = "sglang/srt/managers/utils.py"
 HEAD = "def validate_dflash_request("
 CONDITION = "if enable_overlap and req.return_hidden_states:"
 PLANTED = {
@@ -111,6 +113,40 @@ def test_a_planted_change_is_named(planted, copy, capsys):
     assert (f"Required and gone: {CHECK}" in output) == (status == 1)
     if planted == "a body":
         assert f"{UTILS}:" in line and f"--diff {CHECK}" in output
+
+
+REACHED = {
+    "a method of the ledger renamed": (
+        (GRAPHS, "def _stage_ragged_verify_layout(", "def _stage_layout("),
+        "_stage_ragged_verify_layout` | gone: cycle/ragged_graphs.py has to override it",
+        0,
+    ),
+    "its parameters": (
+        (GRAPHS, "def _stage_ragged_verify_layout(self, ", "def _stage_ragged_verify_layout(self, stream, "),
+        "DecodeCudaGraphRunner._stage_ragged_verify_layout` | parameters: +stream",
+        0,
+    ),
+    "a field of the ledger renamed": (
+        (RESULT, "    new_seq_lens: ", "    later_seq_lens: "),
+        "GenerationBatchResult.new_seq_lens` | gone: dflash_worker.py has to write it",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", REACHED)
+def test_a_planted_change_of_the_ledger_is_named(planted, copy, capsys):
+    edit, words, status = REACHED[planted]
+    assert run("--against", copy(edit)) == status
+    [line] = told(capsys.readouterr().out)
+    assert words in line
+
+
+def test_flashinfer_that_is_not_here_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(compare, "_flashinfer", lambda: None)
+    assert run() == 0
+    lines = told(capsys.readouterr().out)
+    assert len(lines) == 8 and all("`flashinfer.prefill." in line and "not checked" in line for line in lines)
 
 
 def test_a_version_is_recorded(copy, tmp_path):

@@ -22,6 +22,7 @@ import torch
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys, keys_of
 from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks
+from sglang_dflash.srt.reaches import PLANS, require
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def create_backend(runner: Any, create: Callable[[Any], Any]) -> Any:
     """
     if runner.use_mla_backend:
         return create(runner)
+    require(PLANS)
     return backend_class()(runner, init_new_workspace=runner.init_new_workspace)
 
 

@@ -17,6 +17,7 @@ from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
+from sglang_dflash.srt.reaches import ROWS, find_misfit
 from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
@@ -130,7 +131,7 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
         return "there are no CUDA graphs that pad batches"
     if graphs.require_gathered_buffer or graphs.enable_two_batch_overlap:
         return "data-parallel attention and two-batch overlap take blocks of one width"
-    return None
+    return find_misfit(ROWS)
 
 
 class RowBackends:
