@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 # What is off if one of its names is gone.
 ROWS = "numbers of verified tokens per request on a GPU"
 PLANS = "--speculative-plans-within-bounds"
-ON_CPU = "attention and packed weights on a CPU"
+ON_CPU = "attention and reordered weights on a CPU"
 
 
 class Reach(NamedTuple):
@@ -95,7 +95,7 @@ managers.schedule_batch.ScheduleBatch
   cycle/verify.py write forward_mode input_ids out_cache_loc seq_lens_cpu seq_lens_sum spec_info: the verify
   dflash_info.py write seq_lens_cpu seq_lens_sum: reserved slots
   parallel.py write spec_info: a step of other ranks
-  width/measure.py write sampling_info: measured batches
+  width/timers.py write sampling_info: measured batches
 managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
   weight_updates.py override _select_runners begin_weight_update end_weight_update: errors as answers
   weight_updates.py override update_weights_from_distributed update_weights_from_tensor: errors as answers
@@ -188,7 +188,7 @@ managers.overlap_utils.FutureMap
 layers.attention.torch_native_backend.TorchNativeAttnBackend
   hardware_backend/cpu/attention.py override forward_decode forward_extend init_forward_metadata: blocks
 layers.linear.LinearBase
-  hardware_backend/cpu/packing.py write quant_method: packed weights
+  hardware_backend/cpu/reordering.py write quant_method: reordered weights
 managers.schedule_batch.ScheduleBatch
   hardware_backend/cpu/operators.py write mamba_track_buffer_indices mamba_track_indices: unpinned memory
 """,

@@ -22,7 +22,7 @@ FOREIGN |= {"architectures", "data", "disabled", "excepthook", "globals", "handl
 FOREIGN |= {"max_sequence_length"}
 # Attributes of ours on functions and on objects of SGLang.
 ADDED = {"dflash_plans", "dflash_staging", "draft_quantization", "draft_runner", "has_our_flags"}
-ADDED |= {"takes_packed_rows", "rows_of_slots", "slots_of_rows"}
+ADDED |= {"takes_ragged_rows", "rows_of_slots", "slots_of_rows"}
 
 Use = tuple[str, str, str]  # our file, kind, name
 
