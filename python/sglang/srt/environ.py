@@ -4,14 +4,23 @@ Every child process inherits the variables. Command-line flags write them. Users
 """
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 # Our name where SGLang records who has decided an argument.
 SOURCE = "sglang_dflash"
+CPU_ATTENTION_BACKEND = "torch_native"
+STAND_IN_DIR = str(Path(__file__).parent / "hardware_backend" / "cpu" / "stand_in")
+
+
+def serves_on_stand_in() -> bool:
+    """Return whether this process runs on a CPU's stand-in for `sgl_kernel`."""
+    return STAND_IN_DIR in sys.path
 
 
 @dataclass(frozen=True, slots=True)

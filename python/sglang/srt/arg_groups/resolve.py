@@ -30,8 +30,7 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import quantization_of
-from sglang_dflash.srt.environ import SOURCE, DFlashOptions
-from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
+from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE, DFlashOptions
 from sglang_dflash.srt.speculative.targets.kinds import find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 

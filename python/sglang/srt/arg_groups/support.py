@@ -15,7 +15,7 @@ from sglang_dflash.srt.configs.unsupported import (
     PAGED_BACKENDS,
     Unsupported,
 )
-from sglang_dflash.srt.hardware_backend.cpu.arguments import CPU_ATTENTION_BACKEND
+from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND
 
 logger = logging.getLogger(__name__)
 

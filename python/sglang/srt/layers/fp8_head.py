@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import plain_weight
+from sglang_dflash.srt.layers.plain_weight import plain_weight
 
 DTYPE = torch.float8_e4m3fn
 _LARGEST = torch.finfo(DTYPE).max

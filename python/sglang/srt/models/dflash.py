@@ -28,7 +28,7 @@ from sglang_dflash.kernels.ops.speculative.context_kv import (
 )
 from sglang_dflash.srt.compat import table_qk_norm_rope_
 from sglang_dflash.srt.configs.draft_config import SLIDING_ATTENTION, DFlashDraftConfig
-from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import plain_weight
+from sglang_dflash.srt.layers.plain_weight import plain_weight
 from sglang_dflash.srt.models.block_draft import BlockDraftModel, DraftOutput
 
 _TARGET_ROPE_FIELDS = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt import environ
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ def resolve(path: str) -> tuple[Any, Any]:
 def relevant(patches: Sequence[Patch]) -> list[Patch]:
     """List the patches that this machine and this release of SGLang need."""
     version = installed_version()
-    is_on_cpu = runtime.is_active()
+    is_on_cpu = environ.serves_on_stand_in()
     return [each for each in patches if (is_on_cpu or not each.cpu_only) and each.is_needed_on(version)]
 
 

@@ -29,7 +29,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
     expected_tensors,
 )
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
-from sglang_dflash.srt.hardware_backend.cpu.reordering import hold_plain_weights
+from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
 from sglang_dflash.srt.models.loading import check_checkpoint
 from sglang_dflash.srt.models.quantized_linear import model_layer
 

@@ -15,8 +15,8 @@ from support.weight_updates import Pair, tensors_of
 from torch import nn
 
 from sglang_dflash.srt.hardware_backend.cpu import dense_forward, reordering, speedups
-from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import is_reordered, plain_weight
 from sglang_dflash.srt.hardware_backend.cpu.reordering import reorder
+from sglang_dflash.srt.layers.plain_weight import is_reordered, plain_weight
 
 pytestmark = pytest.mark.skipif(
     not speedups.multiplies_bfloat16(), reason="this CPU does not multiply bfloat16"

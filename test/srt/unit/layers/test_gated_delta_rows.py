@@ -116,7 +116,7 @@ def kernel_of(update) -> SimpleNamespace:
 TWIN = kernel_of(gated_delta_rule.fused_sigmoid_gating_delta_rule_update_cpu)
 
 
-def test_packed_rows_equal_each_request_alone(inputs, monkeypatch):
+def test_ragged_rows_equal_each_request_alone(inputs, monkeypatch):
     monkeypatch.setattr(gdn_backend, "causal_conv1d_update", gated_delta_rule.causal_conv1d_update_cpu)
     outputs, states, windows = verify(inputs, slice(None), COUNTS, STATES, TWIN)
     starts = starts_of(COUNTS)
@@ -132,7 +132,7 @@ def test_packed_rows_equal_each_request_alone(inputs, monkeypatch):
 
 
 @against_twin
-def test_sglangs_kernels_on_packed_rows_equals_its_twin(inputs, monkeypatch):
+def test_sglangs_kernels_on_ragged_rows_equals_its_twin(inputs, monkeypatch):
     from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
         fused_sigmoid_gating_delta_rule_update,
     )

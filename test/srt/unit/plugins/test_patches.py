@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.servers import run_to_end
 
+from sglang_dflash.srt import environ
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.server_info import Implementation
@@ -156,7 +157,7 @@ def test_all_targets_are_checked_before_the_first_is_replaced(holder):
 
 @pytest.mark.parametrize("active", [True, False])
 def test_cpu_patches_are_made_on_the_cpu_only(active, holder, monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: active)
+    monkeypatch.setattr(environ, "serves_on_stand_in", lambda: active)
     patch.install((patch_of("two", cpu_only=True), patch_of("one")))
     assert (holder.one, holder.two) == ("ours", "ours" if active else "stock")
 

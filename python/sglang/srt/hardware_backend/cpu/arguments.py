@@ -4,9 +4,8 @@ import os
 from itertools import pairwise
 from typing import Any
 
-from sglang_dflash.srt.environ import SOURCE
+from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE
 
-CPU_ATTENTION_BACKEND = "torch_native"
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at
 # start-up.
 CPU_MAX_TOTAL_TOKENS = 65536

@@ -23,6 +23,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.layers.attention.ragged_rows import AnyRowsBackend
 
 # Up to this many queries per request, repeating a mask is cheaper than repeating KV.
 _BLOCK = 64
@@ -150,12 +151,7 @@ def _as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
     return slice(first, first + indices.numel()) if is_run else indices
 
 
-def full_attention(backend: Any) -> Any:
-    """Return a target's attention backend without that of its recurrent layers."""
-    return getattr(backend, "full_attn_backend", backend)
-
-
-class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
+class TorchNativeSpecAttnBackend(AnyRowsBackend, TorchNativeAttnBackend):
     """`torch_native` with verify chains, draft blocks and every layer option named above."""
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:

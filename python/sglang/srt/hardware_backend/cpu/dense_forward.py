@@ -24,8 +24,8 @@ from sglang.srt.runtime_context import get_exec, get_observability, get_parallel
 from torch import nn
 from torch.nn.functional import layer_norm, silu
 
-from sglang_dflash.srt.hardware_backend.cpu.attention import full_attention
-from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import is_reordered
+from sglang_dflash.srt.layers.attention.ragged_rows import full_attention
+from sglang_dflash.srt.layers.plain_weight import is_reordered
 
 # What a norm's input is multiplied with; see `Norm`.
 _SIGNS = torch.tensor([[1.0], [-1.0]], dtype=torch.float32)
@@ -188,7 +188,7 @@ class DenseForward:
 
     def read_norms(self) -> None:
         """Read the norms' weights again after an update, which reorders all layers again."""
-        reordered = self._model.layers[0].self_attn.qkv_proj.quant_method.weight
+        reordered = self._model.layers[0].self_attn.qkv_proj.quant_method.reordered
         if self._reordered is not reordered:
             for norm in (self._last_norm, *(norm for layer in self.layers for norm in layer.norms)):
                 norm.read_weight()

@@ -10,8 +10,6 @@ and `process_weights_after_loading`, as it does for quantized weights.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,11 +24,44 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, U
 from sglang.srt.runtime_context import get_lora
 from torch import nn
 
-from sglang_dflash.srt.hardware_backend.cpu.reordered_weight import ReorderedWeight, is_reordered
 from sglang_dflash.srt.hardware_backend.cpu.speedups import multiplies_bfloat16
 
 # Models read the weights of replicated layers directly, a router's for example.
 _REORDERED = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
+_ROWS = 8  # that oneDNN chooses the layout for, which serves any number of rows
+_PRODUCT = torch.ops.mkldnn._linear_pointwise.default
+
+
+class ReorderedWeight:
+    """Part of a method that multiplies with a reordered weight. Each layer has its own method.
+
+    The layer's parameter keeps its values if `keeps_plain`.
+    """
+
+    def __init__(self, keeps_plain: bool):
+        self._keeps_plain = keeps_plain
+        self.reordered: torch.Tensor | None = None  # None: the order is plain
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self.reordered is not None and not self._keeps_plain:
+            return
+        plain = layer.weight.data
+        self.reordered = torch.ops.mkldnn._reorder_linear_weight(plain, _ROWS)
+        if not self._keeps_plain:
+            layer.weight.data = plain.new_full((1, 1), torch.nan).expand(plain.shape)
+
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Restore the plain order, in which products then run."""
+        layer.weight.data = self.plain(layer)
+        self.reordered = None
+
+    def plain(self, layer: Any) -> torch.Tensor:
+        return layer.weight.data if self.reordered is None or self._keeps_plain else self.reordered.to_dense()
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if self.reordered is None:
+            return torch.nn.functional.linear(x, layer.weight, bias)
+        return _PRODUCT(x.to(torch.bfloat16), W=self.reordered, B=bias, attr="none", scalars=[], algorithm="")
 
 
 class ReorderedLinearMethod(ReorderedWeight, UnquantizedLinearMethod):
@@ -82,18 +113,4 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _computes_logits_otherwise(module: Any) -> bool:
     """Return whether a LogitsProcessor multiplies with the head's weight in another dtype."""
-    is_processor = isinstance(module, LogitsProcessor)
-    return is_processor and bool(module.use_fp32_lm_head or module.rl_on_policy_target)
-
-
-@contextmanager
-def hold_plain_weights(model: nn.Module) -> Iterator[None]:
-    """Hold a model's weights plain, to be written. Weights that are plain before stay so."""
-    layers: list[Any] = [layer for layer in model.modules() if is_reordered(layer)]
-    for layer in layers:
-        layer.quant_method.restore_weights_before_loading(layer)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.quant_method.process_weights_after_loading(layer)
+    return isinstance(module, LogitsProcessor) and bool(module.use_fp32_lm_head or module.rl_on_policy_target)

@@ -11,12 +11,13 @@ import importlib.metadata
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Any
+
+from sglang_dflash.srt.environ import STAND_IN_DIR
+from sglang_dflash.srt.environ import serves_on_stand_in as is_active
 
 logger = logging.getLogger(__name__)
 
-STAND_IN_DIR = str(Path(__file__).parent / "stand_in")
 CPU_ENGINE_SWITCH = "SGLANG_USE_CPU_ENGINE"  # read by sglang.srt.utils.common.is_cpu
 # Read by libgomp, PyTorch's OpenMP, when a process loads it.
 SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
@@ -75,11 +76,6 @@ def _bound_openmp_spin() -> None:
     """
     if not {"OMP_WAIT_POLICY", SPIN_VARIABLE} & os.environ.keys():
         os.environ[SPIN_VARIABLE] = SPIN_COUNT
-
-
-def is_active() -> bool:
-    """Return whether this process runs on the stand-in."""
-    return STAND_IN_DIR in sys.path
 
 
 def has_cuda_kernels() -> bool:

@@ -13,6 +13,15 @@ from typing import Any
 import torch
 
 
+class AnyRowsBackend:
+    """Base of attention backends without graphs, which take any rows of each request."""
+
+
+def full_attention(backend: Any) -> Any:
+    """Return a target's attention backend without that of its recurrent layers."""
+    return getattr(backend, "full_attn_backend", backend)
+
+
 def map_rows(starts: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Map between ragged rows and blocks, without a host read: a CUDA graph can record it.
 

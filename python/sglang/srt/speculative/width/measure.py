@@ -10,8 +10,11 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_lora, get_observability
 
-from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend, full_attention
-from sglang_dflash.srt.layers.attention.ragged_rows import verifies_ragged_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import (
+    AnyRowsBackend,
+    full_attention,
+    verifies_ragged_rows,
+)
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     AnyRows,
@@ -144,9 +147,7 @@ def reason_for_whole_blocks(runner: Any) -> str:
             "lengths would be measured"
         )
     backend = full_attention(runner.attn_backend)
-    if not isinstance(backend, TorchNativeSpecAttnBackend) and (
-        reason := reason_for_one_width(runner, backend)
-    ):
+    if not isinstance(backend, AnyRowsBackend) and (reason := reason_for_one_width(runner, backend)):
         return reason
     if mambaish_config(runner.model_config) is not None and not verifies_ragged_rows(runner.attn_backend):
         return "the target's recurrent states are of blocks of one width"
