@@ -279,7 +279,7 @@ class AdaptiveLengths:
             )
             verified = np.where((lengths <= 0) & ~plan.copies[same], verified, 0)
         is_narrow = plan.draft_slots is not None
-        self.chooser.drafts.learn(rows, modes, drafted=verified, accepted=accepted, is_narrow=is_narrow)
+        self.chooser.drafts.learn(rows, modes=modes, drafted=verified, accepted=accepted, is_narrow=is_narrow)
 
     def _learn_copies(
         self,

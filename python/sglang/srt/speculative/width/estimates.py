@@ -92,7 +92,7 @@ class AcceptanceEstimate(_Averages):
         self._seen[rows] = self._kept[rows] = 0.0
 
     def narrow_factors(self) -> np.ndarray:
-        """Return by which factor a token of a narrower block is accepted more often. [modes, K]
+        """Return how often tokens of narrower blocks are accepted, over whole ones. [modes, K]
 
         0 for steps that a narrower block does not have.
         """
@@ -276,7 +276,10 @@ class CostTable:
         return np.maximum(self._sizes[sufficient] - num_requests, drafted)
 
     def draft(self, num_requests: int, width: int = -1) -> np.ndarray:
-        """Return the seconds of drafting for 0 .. n requests. `width` is an index of `draft_slots`."""
+        """Return the seconds of drafting for 0 .. n requests. [n + 1]
+
+        `width` is an index of `draft_slots`.
+        """
         seconds = self._at(np.arange(num_requests + 1), self._draft[:, width])
         seconds[0] = 0.0
         return seconds

@@ -140,7 +140,7 @@ def make_planner(
 
 
 def reason_for_whole_blocks(runner: Any) -> str:
-    """Say why requests of one batch cannot verify different numbers of tokens, if so."""
+    """Return why all requests of a batch verify equally many tokens, or an empty text."""
     if getattr(runner.token_to_kv_pool, "post_capture_active", False):
         return (
             "with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING the KV slots have no memory yet when cycles of other "
@@ -214,7 +214,7 @@ def _measure(
 
 
 def _draft_widths(worker: Any, verify_lens: tuple[int, ...]) -> list[int]:
-    """Return the drafted slots of blocks to choose from, ascending: about half of a block, and all.
+    """Return the drafted slots of the blocks to choose from: about half, and all.
 
     The half is a verify length, so that one cycle measures both.
     """

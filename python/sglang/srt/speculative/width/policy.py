@@ -130,9 +130,11 @@ class LengthChooser:
             choice = choice._replace(num_cycles=HOLD)
         self._credit += self._probe_share * self._cycles_without_choice * choice.seconds
         self._cycles_without_choice = 0
-        probe = (
-            choice if self._has_probed else self._probe(choice, others, requests.rows, extra_context, caps)
-        )
+        probe = choice
+        if not self._has_probed:
+            probe = self._probe(
+                choice, others=others, rows=requests.rows, extra_context=extra_context, caps=caps
+            )
         # Costs are corrected by comparison with the cycles beside a probe, so these must be others.
         self._has_probed = probe is not choice
         return probe
@@ -145,7 +147,7 @@ class LengthChooser:
     def _decide(
         self, requests: BatchRequests, extra_context: int, matches: np.ndarray, caps: np.ndarray
     ) -> list[Choice]:
-        """Return the best choice and, if nothing is copied, that of each other width of draft blocks."""
+        """Return the best choice. If nothing is copied, others of other draft widths follow."""
         n, modes = len(requests.rows), requests.modes
         verify, ragged_overhead = self.costs.verify(n, extra_context), self.costs.ragged_overhead(n)
         is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
@@ -168,7 +170,7 @@ class LengthChooser:
                 ragged_overhead=ragged_overhead,
             )
             copies &= lengths > 0
-            choices.append(Choice(lengths, copies, tokens, seconds, draft_width=width))
+            choices.append(Choice(lengths, copies=copies, tokens=tokens, seconds=seconds, draft_width=width))
             if copies.any():  # a copy fills a whole block, and so does the draft beside it
                 return choices[:1]
         return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
@@ -189,18 +191,18 @@ class LengthChooser:
         )
 
     def _probe(
-        self, choice: Choice, others: list[Choice], rows: np.ndarray, extra_context: int, most: np.ndarray
+        self, choice: Choice, others: list[Choice], rows: np.ndarray, extra_context: int, caps: np.ndarray
     ) -> Choice:
         """Return the choice or, to learn what it costs and brings, something else.
 
         A whole block of one more request, the cycle with the fewest rows and the `others` take turns, as far
         as `probe_share` of the time pays. While the costs of one are not known, that one is tried, more
-        seldom with more requests. BatchRequests verify at most `most` drafted tokens. [n]
+        seldom with more requests. Requests verify at most `caps` drafted tokens. [n]
         """
         n = len(rows)
-        is_short = (choice.lengths < most) & ~choice.copies
-        narrowest = np.minimum(most, self.costs.verify_lens[0] - 1)
-        widest = np.where(is_short, most, choice.lengths)
+        is_short = (choice.lengths < caps) & ~choice.copies
+        narrowest = np.minimum(caps, self.costs.verify_lens[0] - 1)
+        widest = np.where(is_short, caps, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
         whole = choice._replace(num_cycles=1, draft_width=-1)
@@ -226,7 +228,7 @@ class LengthChooser:
         return probe._replace(seconds=seconds)
 
     def _differ(self, one: Choice, other: Choice) -> bool:
-        """Return whether two choices verify different rows, or draft in blocks of different widths."""
+        """Return whether two choices verify other rows, or draft blocks of other widths."""
         if (one.lengths != other.lengths).any():
             return True
         return one.draft_width != other.draft_width and self.work(one).drafted_for > 0
