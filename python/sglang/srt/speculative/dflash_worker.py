@@ -38,7 +38,7 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
-from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
@@ -49,7 +49,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
 )
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail, draft_subset
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
-from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats
+from sglang_dflash.srt.speculative.drafters.copies import Copies, CopySource, CopyStats, Matches
 from sglang_dflash.srt.speculative.parallel import arrivals, as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
@@ -303,34 +303,42 @@ class DFlashWorker(BaseSpecWorker):
         caps = requested_caps(batch.reqs, self.block_size)
         is_capped = bool(caps.min() < self.block_size - 1)
         draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
-        plan = self._planner.choose(batch, draws, self.copies.look_up(batch), caps)
+        matches = self.copies.look_up(batch)
+        plan = self._planner.choose(batch, draws, matches.lengths, caps)
         verify_len = plan.layout.verify_len
         self.speculative_num_draft_tokens = verify_len
         self.notify("on_length_chosen", batch, verify_len)
-        result = self.run_cycle(batch, plan, on_publish, grammar_barrier)
+        result, proposals = self.run_cycle(
+            batch, plan=plan, matches=matches, on_publish=on_publish, grammar_barrier=grammar_barrier
+        )
         if self._has_graph_plans and not result.can_run_cuda_graph:
             reason = f"no CUDA graph was captured for a batch of {len(batch.reqs)} requests"
             count("cycles_without_graph", reason)
-        cycle = self._in_flight.launch(CycleInFlight(plan, self.copies.proposals))
+        cycle = self._in_flight.launch(CycleInFlight(plan, proposals))
         if self._plans_within_bounds:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs
         self._planner.on_launched(plan)
         return result
 
     def run_cycle(
-        self, batch, plan: CyclePlan, on_publish=_do_nothing, grammar_barrier=_do_nothing
-    ) -> GenerationBatchResult:
+        self, batch, plan: CyclePlan, matches: Matches, on_publish=_do_nothing, grammar_barrier=_do_nothing
+    ) -> tuple[GenerationBatchResult, Proposals | None]:
         """Draft, verify, constrain, accept and commit. Start-up measures this too.
 
         Args:
             batch: the scheduler's decode batch.
             plan: slots of each block to draft and to verify. The draft runs for requests that verify what it
                 proposes.
+            matches: of the batch, by `CopySource.look_up`.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
+
+        Returns:
+            SGLang's result, and what `CopySource.record` returns.
         """
         # Draft: fill the blocks, by the draft and by copies.
-        cycle, block, was_drafted = self._draft(batch, plan)
+        copies = self.copies.choose(batch, plan, matches)
+        cycle, block, was_drafted = self._draft(batch, plan, copies)
         layout = cycle.layout
         self.notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
@@ -372,10 +380,10 @@ class DFlashWorker(BaseSpecWorker):
         # Commit: the draft and the copies take the accepted tokens.
         aux_hidden = self.verify_tail.states_to_commit(target_out)
         self.drafter.commit(cycle, aux_hidden, accepted)
-        self.copies.record(cycle, accepted, was_drafted)
+        proposals = self.copies.record(cycle, copies, accepted, was_drafted)
         self.notify("on_committed", batch, cycle, aux_hidden, accepted)
         logits_output.hidden_states = None
-        return GenerationBatchResult(
+        result = GenerationBatchResult(
             logits_output=logits_output,
             next_token_ids=accepted.reported.flatten(),
             accept_lens=accepted.commit_lens,
@@ -386,8 +394,9 @@ class DFlashWorker(BaseSpecWorker):
             routed_experts_output=target_out.routed_experts_output,
             indexer_topk_output=target_out.indexer_topk_output,
         )
+        return result, proposals
 
-    def _draft(self, batch, plan: CyclePlan) -> tuple[Cycle, DraftBlock, bool]:
+    def _draft(self, batch, plan: CyclePlan, copies: Copies) -> tuple[Cycle, DraftBlock, bool]:
         """Fill the blocks of a cycle by draft and copies.
 
         Returns the cycle, with the rows to verify; its blocks; whether the draft's forward ran.
@@ -395,9 +404,8 @@ class DFlashWorker(BaseSpecWorker):
         runner, drafter, num_slots = self._target_worker.model_runner, self.drafter, self.block_size
         verify_len = plan.verify_len
         sampling_info = batch.sampling_info if plan.draws else None
-        self.copies.choose(batch, plan)
-        if not plan.copies.size:  # whole blocks of all requests
-            runs_draft = not drafter.writes_context_apart or self.copies.needs_draft()
+        if plan.copies is None:
+            runs_draft = not drafter.writes_context_apart or self.copies.needs_draft(copies)
             on_host = np.arange(plan.layout.bs if runs_draft else 0)
         else:
             rows, verified = table_rows(batch), plan.layout.num_draft_tokens
@@ -414,7 +422,7 @@ class DFlashWorker(BaseSpecWorker):
             sampling_info=sampling_info,
             target_runner=runner,
         )
-        block = self.copies.overlay(block)
+        block = copies.overlay(block)
         self.acceptor.broadcast_drafts(block)
         return cycle.with_layout(plan.layout), block, bool(len(on_host))
 

@@ -100,9 +100,9 @@ def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
                 batch.sampling_info.acc_additive_penalties = torch.empty(0)  # SGLang's sign of penalties
                 batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
             draws = worker.acceptor.draws_drafts(batch.sampling_info)
-            worker.copies.look_up(batch)
             caps = np.full(bs, 0 if is_capped else worker.block_size - 1)
-            worker.run_cycle(batch, plan._replace(caps=caps, draws=draws))
+            matches = worker.copies.look_up(batch)
+            worker.run_cycle(batch, plan._replace(caps=caps, draws=draws), matches)
 
 
 def _sampled_requests(bs: int, vocab_size: int, device: Any) -> SamplingBatchInfo:

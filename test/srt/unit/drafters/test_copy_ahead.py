@@ -191,23 +191,23 @@ class Simulation:
         batch = SimpleNamespace(
             req_pool_indices=self.cycle.req_pool_indices, seq_lens=lengths, seq_lens_cpu=lengths
         )
-        self.copies.look_up(batch)
-        self.copies.choose(batch, CyclePlan(whole_blocks(len(batch.req_pool_indices), 1)))
-        self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft()
+        plan = CyclePlan(whole_blocks(len(batch.req_pool_indices), 1))
+        self.copied = self.copies.choose(batch, plan, self.copies.look_up(batch))
+        self.was_drafted = not self.drafter.writes_context_apart or self.copies.needs_draft(self.copied)
         on_host = np.arange(len(rows) if self.was_drafted else 0)
-        return self.copies.overlay(
+        return self.copied.overlay(
             draft_subset(self.drafter, self.cycle, on_host, whole_blocks(len(rows), 4), None, None)
         )
 
     def commit(self, out_tokens: list[list[int]], kept: list[int], tells: bool = True) -> None:
         out = torch.tensor(out_tokens)
         accepted = accepted_blocks(torch.tensor(kept, dtype=torch.int32), out)
-        self.copies.record(self.cycle, accepted, self.was_drafted)
+        self.proposals = self.copies.record(self.cycle, self.copied, accepted, self.was_drafted)
         for row, tokens, count in zip(self.cycle.req_pool_indices.tolist(), out_tokens, kept):
             self.texts[row] += tokens[: count + 1]
         if tells:
             drafted = [self.cycle.verify_len - 1] * len(kept)
-            self.copies.stats.on_accept_lens(self.copies.proposals, kept, drafted)
+            self.copies.stats.on_accept_lens(self.proposals, kept, drafted)
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
@@ -323,7 +323,7 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
     played.propose(2)
     assert played.drafter.forwards == WHOLE_CYCLES
     played.commit([[700, 444, 444, 444]], [0], tells=False)  # not known yet
-    unreported = played.copies.proposals
+    unreported = played.proposals
     assert played.propose(2).tokens.tolist() == [[700, 700, 700, 700]]
     assert played.drafter.forwards == WHOLE_CYCLES
     played.commit([[701, 444, 444, 444]], [0], tells=False)
@@ -333,7 +333,7 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
 
 def test_a_new_request_is_drafted_for():
     stats, whole = CopyStats(SILENT), torch.tensor([9], dtype=torch.int32)
-    begun = [Proposals(whole, torch.empty(0)) for _ in range(2 * WHOLE_CYCLES)]
+    begun = [Proposals(whole, None) for _ in range(2 * WHOLE_CYCLES)]
     for cycle in begun[:WHOLE_CYCLES]:
         stats.on_accept_lens(cycle, [7], [7])
     assert stats.all_copy
@@ -346,7 +346,7 @@ def test_a_new_request_is_drafted_for():
 def test_copies_that_are_kept_in_part_are_no_reason_to_leave_the_draft_out():
     stats, whole = CopyStats(SILENT), torch.tensor([9], dtype=torch.int32)
     for _ in range(2 * WHOLE_CYCLES):
-        stats.on_accept_lens(Proposals(whole, torch.empty(0)), [6], [7])
+        stats.on_accept_lens(Proposals(whole, None), [6], [7])
     assert not stats.all_copy
 
 
@@ -358,9 +358,9 @@ def test_outcomes_by_source():
     )
     stats = CopyStats(metrics)
     cycles = [
-        Proposals(torch.tensor([9, -9, 0], dtype=torch.int32), torch.empty(0)),
-        Proposals(torch.tensor([9, 0], dtype=torch.int32), torch.empty(0), was_drafted=False),
-        Proposals(torch.empty(0), torch.empty(0), was_drafted=False),
+        Proposals(torch.tensor([9, -9, 0], dtype=torch.int32), None),
+        Proposals(torch.tensor([9, 0], dtype=torch.int32), None, was_drafted=False),
+        None,
     ]
     stats.on_accept_lens(cycles[0], [5, 2, 1], [7, 7, 7])
     stats.on_accept_lens(cycles[1], [3, 0], [7, 7])

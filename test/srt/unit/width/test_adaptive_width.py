@@ -14,7 +14,6 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import (
-    NOTHING_LOOKED_UP,
     CycleInFlight,
     CyclePlan,
     CyclesInFlight,
@@ -194,7 +193,7 @@ def run(width: AdaptiveLengths, batch, cycles: int, kept, **options) -> list[Cyc
         plans.append(choose(width, batch, **options))
         width.on_launched(plans[-1])
         if len(plans) > 1:
-            width.on_accept_lens(plans[-2], kept(plans[-2]), NOTHING_LOOKED_UP)
+            width.on_accept_lens(plans[-2], kept(plans[-2]), None)
     return plans
 
 
@@ -218,8 +217,8 @@ def test_a_choice_is_held_until_something_longer_matches():
     drafting = choose(width, batch, matches=5)
     held = [choose(width, batch, matches=5) for _ in range(HOLD - 1)]
     assert all(plan.layout is drafting.layout and plan.work == drafting.work for plan in held)
-    assert not any(plan.matches.size for plan in held), "copies that are not made are not compared"
-    assert choose(width, batch, matches=5).matches.size
+    assert not any(plan.matches is not None for plan in held), "copies that are not made are not compared"
+    assert choose(width, batch, matches=5).matches is not None
     run(width, batch, 160, lambda plan: [0] * 2)
     width.chooser._probe_share = 0.0
     while choose(width, batch).work is None:
@@ -273,7 +272,7 @@ def test_accept_lengths_of_a_rows_previous_request_are_dropped():
     plans = run(width, old, 30, lambda plan: [0])
     # Under overlap scheduling, before the old one's last cycle is known.
     width.begin_prefill(prompts_of(*new.reqs))
-    width.on_accept_lens(plans[-1], [0], NOTHING_LOOKED_UP)
+    width.on_accept_lens(plans[-1], [0], None)
     found = width.chooser.drafts.prefix_accept_probs(np.array([3, 5]), np.array([0, 0]))
     assert (found[0] == found[1]).all()
 
@@ -296,7 +295,7 @@ def test_running_requests_of_a_mixed_batch_are_not_new():
     plan = choose(width, running)
     width.on_launched(plan)
     width.begin_prefill(prompts_of(request(2)))
-    width.on_accept_lens(plan, [0], NOTHING_LOOKED_UP)
+    width.on_accept_lens(plan, [0], None)
     known, new = width.chooser.drafts.prefix_accept_probs(np.array([1, 2]), np.array([0, 0]))
     assert known[0] < new[0]
 
@@ -424,7 +423,7 @@ def test_few_requests_cost_what_whole_blocks_cost():
     plans = run(width, few, 20, lambda plan: [0, 0])
     assert asked == [] and (width.chooser.drafts.averages == averages).all()
     assert all(plan.layout.is_rectangle and plan.verify_len == 8 for plan in plans)
-    assert plans[0].copies.size == 0, "a request's record decides what it copies, as without adaptive width"
+    assert plans[0].copies is None, "a request's record decides what it copies, as without adaptive width"
 
 
 def test_lengths_are_adaptive_between_two_pauses():
@@ -434,7 +433,7 @@ def test_lengths_are_adaptive_between_two_pauses():
     late = choose(width, few)
     width.on_launched(late)
     plans = run(width, many, 120, lambda plan: [0] * 3)
-    width.on_accept_lens(late, [7, 7], NOTHING_LOOKED_UP)
+    width.on_accept_lens(late, [7, 7], None)
     assert [plan.verify_len for plan in plans[-40:]].count(1) > 20, "a useless draft ends as plain decoding"
     assert asked.count("stop") == 120
     for _ in range(2):
@@ -448,8 +447,8 @@ def test_lengths_are_adaptive_between_two_pauses():
 def test_start_up_runs_both_kinds_of_cycles():
     width, asked = from_three()
     unlike, whole = width.plans_of_each_layout(4)
-    assert unlike.layout.num_draft_tokens.tolist() == [7, 0, 7] and unlike.copies.size == 3
-    assert whole.verify_len == 8 and whole.copies.size == 0 and asked == ["select", "interrupt", "select"]
+    assert unlike.layout.num_draft_tokens.tolist() == [7, 0, 7] and len(unlike.copies) == 3
+    assert whole.verify_len == 8 and whole.copies is None and asked == ["select", "interrupt", "select"]
 
 
 class Event:
@@ -506,7 +505,7 @@ def test_a_fixed_width_is_always_the_same():
     width.begin_prefill(prompts_of(*batch.reqs))
     cycle = choose(width, batch, True)
     width.on_launched(cycle)
-    width.on_accept_lens(cycle, [3], NOTHING_LOOKED_UP)
+    width.on_accept_lens(cycle, [3], None)
     assert cycle.verify_len == 8 and width.report() == {}
 
 

@@ -47,13 +47,13 @@ class CyclePlan(NamedTuple):
 
     layout: VerifyLayout  # of the verify forward
     draws: bool = False  # whether drafted tokens are drawn instead of the draft's argmax
-    # Requests that verify a copy instead of drafted tokens. Empty: all verify whole blocks, and a request's
-    # record decides whether it copies. [n] bool
-    copies: np.ndarray = _EMPTY
+    # Requests that verify a copy instead of drafted tokens. None: all verify whole blocks, and each match is
+    # copied. [n] bool
+    copies: np.ndarray | None = None
     caps: np.ndarray = NO_CAPS  # most drafted tokens to accept per request. [n]
-    # Lengths that the choice knew of, 0 without a match. Empty, if the plan says who copies: no match is
+    # Lengths that the choice of `copies` knew of, 0 without a match. None: no match is copied by choice, nor
     # compared with the output. [n]
-    matches: np.ndarray = _EMPTY
+    matches: np.ndarray | None = None
     # Drafted slots of each block, at most B - 1. None: all. It may be less than what is verified, which is
     # drafted anyway, and is ignored unless `Drafter.narrows_blocks`.
     draft_slots: int | None = None
@@ -77,20 +77,16 @@ class Proposals:
 
     Attributes:
         lengths: [bs] int32, lengths of the requests' matches. 0: none. Negative: passed over for the draft.
-            Empty: no lookup.
-        right: [bs] int64, tokens of each match's continuation that were the target's, used or not. Empty: not
+        right: [bs] int64, tokens of each match's continuation that were the target's, used or not. None: not
             compared.
         was_drafted: whether the draft ran.
         admissions: prefills and arrivals before the cycle.
     """
 
     lengths: torch.Tensor
-    right: torch.Tensor
+    right: torch.Tensor | None
     was_drafted: bool = True
     admissions: int = 0
-
-
-NOTHING_LOOKED_UP = Proposals(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64))
 
 
 @dataclass(slots=True, eq=False)
@@ -99,13 +95,13 @@ class CycleInFlight:
 
     Attributes:
         plan: what it drafts and verifies.
-        proposals: sources of the blocks.
+        proposals: sources of the blocks. None: no text was searched.
         is_complete: whether the host knows the accept lengths.
         previous: the cycle launched before, while it is incomplete.
     """
 
     plan: CyclePlan
-    proposals: Proposals = NOTHING_LOOKED_UP
+    proposals: Proposals | None = None
     is_complete: bool = False
     previous: "CycleInFlight | None" = None
 

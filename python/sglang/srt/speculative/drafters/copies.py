@@ -12,7 +12,7 @@ that all requests share."""
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.host import on_device, ragged_ranges
-from sglang_dflash.srt.speculative.cycle.plan import NOTHING_LOOKED_UP, CyclePlan, Proposals
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
@@ -60,10 +60,12 @@ class CopyStats:
         self.admissions += 1
         self._whole = 0
 
-    def on_accept_lens(self, cycle: Proposals, accept_lens: Sequence[int], max_accept: Sequence[int]) -> None:
+    def on_accept_lens(
+        self, cycle: Proposals | None, accept_lens: Sequence[int], max_accept: Sequence[int]
+    ) -> None:
         """Count the accepted ones of `max_accept` proposed tokens of each request."""
         self._cycles += 1
-        if not cycle.lengths.numel() or not any(max_accept):
+        if cycle is None or not any(max_accept):
             self._whole = 0
             return
         self._without_draft += not cycle.was_drafted
@@ -91,6 +93,28 @@ class CopyStats:
         return {"cycles": self._cycles, "cycles_without_draft": self._without_draft} | outcomes
 
 
+class Matches(NamedTuple):
+    """Matches of a batch's texts, as `CopySource.look_up` finds them."""
+
+    lengths: np.ndarray  # 0: no match. `UNKNOWN`: the host cannot read it. [bs]
+    keys: torch.Tensor | None  # of `find_match`, on the device. None: no text was searched. [bs, parts] int64
+
+
+class Copies(NamedTuple):
+    """What a cycle does with its matches, as `CopySource.choose` decides."""
+
+    # Of the matches. Negative: passed over for the draft. None: no text was searched. [bs] int32
+    lengths: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None  # to propose. -1: the draft's. None: nothing is copied. [bs, B] int64
+    compared: torch.Tensor | None = None  # continuations to compare with the output, or None. [bs, B] int64
+
+    def overlay(self, block: DraftBlock) -> DraftBlock:
+        """Put the copies into a block [bs, W]."""
+        if self.tokens is None:
+            return block
+        return overlay_copies(block, self.tokens[:, : block.tokens.shape[1]])
+
+
 class CopySource:
     """Texts of running requests, and copies of their own text as drafted tokens.
 
@@ -112,21 +136,13 @@ class CopySource:
     Attributes:
         history: [rows, positions] int32, texts. -1: no token.
         knows_matches_on_host: whether the host reads from the device who copies. `allocate` sets it on a CPU.
-        proposals: sources of the latest cycle's blocks.
     """
 
     def __init__(self, block_size: int, stats: CopyStats):
         self._block_size = block_size
         self.stats = stats
         self.knows_matches_on_host = False
-        self.proposals = NOTHING_LOOKED_UP
         self._has_texts = False
-        # Matches of the next cycle, then of the one under way. Empty tensors: none were looked up.
-        self._keys, self._lengths = NOTHING_LOOKED_UP.right, NOTHING_LOOKED_UP.lengths
-        self._found = (
-            NOTHING_LOOKED_UP.right
-        )  # continuations of the cycle under way. Empty: none are compared
-        self._is_planned = False  # whether the plan of the cycle under way says who copies
 
     def allocate(self, rows: int, context_len: int, vocab_size: int, device: torch.device) -> None:
         """Allocate texts for the rows of the request table, in a vocabulary of this size.
@@ -174,77 +190,64 @@ class CopySource:
         outputs = zip(requests.reqs, requests.output_ids, strict=True)
         self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
 
-    def look_up(self, batch: Any) -> np.ndarray:
-        """Find the matches of the next cycle, before it is planned.
-
-        Returns:
-            Their lengths [bs], 0 without a match, or `UNKNOWN` if the host cannot read them.
-        """
+    def look_up(self, batch: Any) -> Matches:
+        """Find the matches of the next cycle, before it is planned."""
         bs = len(batch.req_pool_indices)
         if not self._has_texts:
-            return np.zeros(bs, dtype=np.int64)
+            return Matches(np.zeros(bs, dtype=np.int64), None)
         known = batch.seq_lens_cpu
         longest = int((batch.spec_info.reserved_lens_cpu if known is None else known).max()) + 1
-        self._keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest)
-        if self.knows_matches_on_host:
-            return (self._keys.amax(dim=1) >> 32).numpy()
-        return np.full(bs, UNKNOWN)
+        keys = find_match(self.history, batch.req_pool_indices, batch.seq_lens, longest)
+        reads = self.knows_matches_on_host
+        return Matches((keys.amax(dim=1) >> 32).numpy() if reads else np.full(bs, UNKNOWN), keys)
 
-    def choose(self, batch: Any, plan: CyclePlan) -> None:
-        """Copy what `look_up` found, for the requests that the plan names.
-
-        If the plan names none, each match is copied. If it knows of no matches, none is copied and compared.
-        """
-        self._is_planned, self._lengths = plan.copies.size > 0, NOTHING_LOOKED_UP.lengths
-        keys, self._keys = self._keys, NOTHING_LOOKED_UP.right
-        self._found = NOTHING_LOOKED_UP.right
-        if not keys.numel():
-            return
-        if self._is_planned and not plan.matches.size:
-            self._lengths = torch.zeros_like(batch.seq_lens, dtype=torch.int32)
-            return
-        self._found, self._lengths = copy_matches(
+    def choose(self, batch: Any, plan: CyclePlan, matches: Matches) -> Copies:
+        """Copy the matches of the requests that the plan names, or each match."""
+        if matches.keys is None:
+            return Copies()
+        if plan.copies is not None and plan.matches is None:
+            return Copies(torch.zeros(plan.layout.bs, dtype=torch.int32))
+        found, lengths = copy_matches(
             self.history,
             requests=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            keys=keys,
+            keys=matches.keys,
             block_size=self._block_size,
         )
-        self._copied = self._found
-        if self._is_planned:
-            is_copy = on_device(plan.copies, torch.bool, self._found.device)
-            self._lengths = torch.where(is_copy, self._lengths, -self._lengths)
-            self._copied = torch.where(is_copy[:, None], self._found, -1)
+        if plan.copies is None:
+            return Copies(lengths, found)
+        is_copy = on_device(plan.copies, torch.bool, found.device)
+        lengths = torch.where(is_copy, lengths, -lengths)
+        return Copies(lengths, torch.where(is_copy[:, None], found, -1), found)
 
-    def needs_draft(self) -> bool:
-        """Tell whether a request of the cycle drafts, as far as the host knows."""
-        if not self._lengths.numel():
+    def needs_draft(self, copies: Copies) -> bool:
+        """Return whether a request of the cycle copies nothing, as far as the host knows."""
+        if copies.lengths is None:
             return True
-        return not ((self._lengths > 0).all() if self.knows_matches_on_host else self.stats.all_copy)
+        return not ((copies.lengths > 0).all() if self.knows_matches_on_host else self.stats.all_copy)
 
-    def overlay(self, block: DraftBlock) -> DraftBlock:
-        """Put the chosen copies into a block [bs, W]."""
-        if not self._found.numel():
-            return block
-        return overlay_copies(block, self._copied[:, : block.tokens.shape[1]])
-
-    def record(self, cycle: Cycle, accepted: AcceptedBlocks, was_drafted: bool) -> None:
-        """Append a cycle's output to the texts, and note the sources in `proposals`.
+    def record(
+        self, cycle: Cycle, copies: Copies, accepted: AcceptedBlocks, was_drafted: bool
+    ) -> Proposals | None:
+        """Append a cycle's output to the texts.
 
         Args:
             cycle: the verified blocks.
+            copies: what it copied.
             accepted: the step's output.
             was_drafted: whether the draft's forward ran for any request.
+
+        Returns:
+            Sources of its blocks, or None if no text was searched.
         """
-        if not self._has_texts:
-            return
-        lengths, right = self._lengths, NOTHING_LOOKED_UP.right
-        if self._is_planned and self._found.numel():
-            right = _num_right(self._found, accepted)
+        if copies.lengths is None:
+            return None
+        # SGLang waits for later work before it reports accept lengths, so these numbers have arrived by then.
+        lengths, right = copies.lengths.to("cpu", non_blocking=True), None
+        if copies.compared is not None:
+            right = _num_right(copies.compared, accepted).to("cpu", non_blocking=True)
         append_tokens(self.history, cycle.req_pool_indices, cycle.committed, accepted.tokens)
-        # SGLang waits for later work before it reports accept lengths, so these have arrived by then.
-        lengths, right = (numbers.to("cpu", non_blocking=True) for numbers in (lengths, right))
-        self.proposals = Proposals(lengths, right, was_drafted, self.stats.admissions)
+        return Proposals(lengths, right, was_drafted, self.stats.admissions)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace ids that stand for an image by -1. int32."""

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 Backends = AnyRows | RowBackends
 _GREEDY, _SAMPLED, _DRAWN, _CONSTRAINED = range(len(MODES))
-_NO_MATCHES = np.zeros(0, dtype=np.int64)
 
 
 def plan_lengths(
@@ -65,7 +64,9 @@ class WholeBlocks:
     def on_launched(self, plan: CyclePlan) -> None:
         """Do nothing."""
 
-    def on_accept_lens(self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals) -> None:
+    def on_accept_lens(
+        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None
+    ) -> None:
         """Do nothing."""
 
     def report(self) -> dict:
@@ -136,7 +137,7 @@ class AdaptiveLengths:
         Args:
             batch: the scheduler's.
             draws: whether drafted tokens are drawn.
-            matches: lengths of the requests' matches, as `CopySource.look_up` returns them. [n]
+            matches: lengths of the requests' matches, of `Matches`. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
         self._requests = requests = self._describe(batch, draws)
@@ -174,7 +175,7 @@ class AdaptiveLengths:
         self._passed = matches if work.verified else matches.max()
         if self._num_held:
             # Of a cycle that drafts nothing there is nothing to learn, and no match to compare.
-            self._held = plan._replace(matches=_NO_MATCHES, work=work if work.verified else None)
+            self._held = plan._replace(matches=None, work=work if work.verified else None)
         return plan
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
@@ -190,7 +191,7 @@ class AdaptiveLengths:
         self._verify_len = plan.verify_len
         self._num_cycles += 1
         self._cycles_per_verify_len[plan.verify_len] += 1
-        if plan.verify_len > 1 and not plan.copies.all():
+        if plan.verify_len > 1 and (plan.copies is None or not plan.copies.all()):
             self._cycles_per_draft_slots[plan.draft_slots or self.chooser.max_draft_tokens] += 1
         self._blocks_per_length.update(plan.layout.num_draft_tokens.tolist())
         self._metrics.count_width(plan.verify_len)
@@ -257,7 +258,9 @@ class AdaptiveLengths:
             self._expected += self.chooser.costs.expected(work)
             self.chooser.costs.observe(work, seconds)
 
-    def on_accept_lens(self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals) -> None:
+    def on_accept_lens(
+        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None
+    ) -> None:
         """Learn from the accepted drafted tokens of each request, and where its block came from."""
         if plan.work is None:
             return
@@ -267,7 +270,8 @@ class AdaptiveLengths:
         if requests.key[2] != self._num_prefills:
             same = self._row_generation[rows] == requests.generations
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
-        if proposals.right.numel():
+        if proposals is not None and proposals.right is not None:
+            assert plan.copies is not None and plan.matches is not None, "a plan that compares has chosen"
             lengths, right = proposals.lengths.numpy()[same], proposals.right.numpy()[same]
             self._learn_copies(
                 rows,

@@ -143,7 +143,7 @@ class CycleTimer:
         return np.array(seconds[::-1]).T
 
     def _run(self, batch: Any, plan: CyclePlan) -> None:
-        self._worker.run_cycle(batch, plan)
+        self._worker.run_cycle(batch, plan, self._worker.copies.look_up(batch))
 
 
 class VerifyTimer(CycleTimer):
