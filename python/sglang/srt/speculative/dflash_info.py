@@ -26,6 +26,7 @@ from sglang_dflash.kernels.ops.speculative.block import block_offsets
 if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
     from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight
+    from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 
 
 UNKNOWN = -1  # a length that the host cannot read
@@ -51,6 +52,8 @@ class DFlashDraftInput(SpecInput):
             is not given, all are unknown.
         spread: [bs], by how much `batch.seq_lens_cpu` may exceed a length. None: it is exact. Valid in one
             step only.
+        arrivals: requests that came prefilled since the last cycle, oldest first. The next cycle takes them,
+            on its own stream: until a running forward is over, a row may still belong to its former owner.
     """
 
     bonus_tokens: torch.Tensor
@@ -59,6 +62,7 @@ class DFlashDraftInput(SpecInput):
     reserved_lens_cpu: torch.Tensor = NOT_RESERVED
     known_lens: list["int | CycleInFlight"] = field(default_factory=list)
     spread: list[int] | None = None
+    arrivals: list["PrefilledRequests"] = field(default_factory=list)
 
     # SGLang's relay reads these for every algorithm. They are EAGLE's state, and DFLASH has none.
     topk_p = topk_index = hidden_states = None
@@ -107,6 +111,7 @@ class DFlashDraftInput(SpecInput):
         """Append the rows of another batch."""
         self.reserved_lens_cpu = NOT_RESERVED
         self.known_lens = self.known_lens + other.known_lens
+        self.arrivals = self.arrivals + other.arrivals
         if self.future_indices is not None:
             assert other.future_indices is not None
             self.future_indices = torch.cat([self.future_indices, other.future_indices])

@@ -50,7 +50,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail, draft_subset
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
 from sglang_dflash.srt.speculative.drafters.copies import Copies, CopySource, CopyStats, Matches
-from sglang_dflash.srt.speculative.parallel import arrivals, as_draft, run_idle
+from sglang_dflash.srt.speculative.parallel import as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import (
@@ -296,8 +296,7 @@ class DFlashWorker(BaseSpecWorker):
     def decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
         """Run one cycle for each request of the batch, at the verify length that pays."""
         self.notify("on_begun", batch)
-        while arrivals:
-            requests = arrivals.pop(0)
+        for requests in batch.spec_info.arrivals:
             for table in self._row_tables:
                 table.admit_prefilled(requests)
         caps = requested_caps(batch.reqs, self.block_size)

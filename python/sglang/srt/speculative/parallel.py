@@ -8,7 +8,7 @@ kind of step: while one prefills, ranks with nothing to prefill are idle.
 
 Prefill/decode disaggregation: SGLang moves the draft's KV with the target's, slot by slot, as both pools have
 the same slots. Other state of a request comes from a prefill, which does not happen here. So a request is
-noted when SGLang admits it, and the worker takes it in before its first cycle.
+noted in the draft's input when SGLang admits it, and the worker takes it in before its first cycle.
 """
 
 import contextlib
@@ -29,27 +29,21 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
 
-# Requests that were admitted together, noted on the scheduler's stream and taken on the forward's: until a
-# running forward is over, a row of the request table may still belong to its former owner. A process has one
-# worker.
-arrivals: list[PrefilledRequests] = []
-
 
 def build_disagg_draft_input(
     batch: Any, last_tokens_tensor: torch.Tensor, future_map: Any
 ) -> DFlashDraftInput:
     """Carry the requests of a "prebuilt" batch into their first cycle."""
-    arrivals.append(
-        PrefilledRequests(
-            reqs=list(batch.reqs),
-            req_pool_indices=batch.req_pool_indices,
-            table_rows=table_rows(batch),
-            lengths=batch.seq_lens_cpu.tolist(),
-            bonus_tokens=last_tokens_tensor,
-            output_ids=[list(req.output_ids) for req in batch.reqs],
-        )
+    lengths = batch.seq_lens_cpu.tolist()
+    arrival = PrefilledRequests(
+        reqs=list(batch.reqs),
+        req_pool_indices=batch.req_pool_indices,
+        table_rows=table_rows(batch),
+        lengths=lengths,
+        bonus_tokens=last_tokens_tensor,
+        output_ids=[list(req.output_ids) for req in batch.reqs],
     )
-    draft_input = DFlashDraftInput(last_tokens_tensor, batch.seq_lens, known_lens=batch.seq_lens_cpu.tolist())
+    draft_input = DFlashDraftInput(last_tokens_tensor, batch.seq_lens, known_lens=lengths, arrivals=[arrival])
     if batch.enable_overlap:
         draft_input.future_indices = batch.req_pool_indices
         future_map.publish(batch.req_pool_indices, batch.seq_lens)

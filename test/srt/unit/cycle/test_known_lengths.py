@@ -129,8 +129,10 @@ def test_what_is_known_stays_with_its_requests():
     assert batch.known_lens == [60, 80, 9] and batch.future_indices.tolist() == [1, 3, 0]
     batch.filter_batch(torch.tensor([1]))  # nobody says on the host which
     assert batch.known_lens == [UNKNOWN]
-    batch.merge_batch(draft_input([9], [0]))
-    assert batch.known_lens == [UNKNOWN, 9]
+    batch.arrivals, arrived = ["earlier"], draft_input([9], [0])
+    arrived.arrivals = ["later"]
+    batch.merge_batch(arrived)
+    assert batch.known_lens == [UNKNOWN, 9] and batch.arrivals == ["earlier", "later"]
     assert bounds_of(SimpleNamespace(spec_info=batch, reqs=reqs_of([0, 0]))) is None
 
 

@@ -128,6 +128,6 @@ def test_blocks_carry_no_mask():
     assert verify.custom_mask is None
 
 
-def test_packed_ranges():
+def test_ragged_ranges():
     assert ragged_ranges([5, 0, 7], [3, 1, 2], torch.device("cpu")).tolist() == [5, 6, 7, 0, 7, 8]
     assert ragged_ranges([4], [0], torch.device("cpu")).tolist() == []
