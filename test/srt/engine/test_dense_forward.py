@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not speedups.multiplies_bfloat16(), reason="this CPU does not multiply bfloat16"),
 ]
 
-ROUNDING = 0.06
+ROUNDING = 0.12  # 0.03 to 0.07 seen, the latter on a CPU with AMX
 PROMPT = tuple(range(9, 60))
 FLAGS = "--dtype", "bfloat16", "--max-total-tokens", "4096", "--skip-tokenizer-init"
 
