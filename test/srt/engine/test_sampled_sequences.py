@@ -33,7 +33,7 @@ from support.sequence_probs import (
     pooled,
     sequence_probs,
 )
-from support.servers import PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
+from support.servers import COPIES, PLAIN_FLOAT32, UNCOUNTED, WIDTHS_CHANGE, patched
 
 pytestmark = pytest.mark.server
 
@@ -47,7 +47,8 @@ DRAFTING = {
     "one-hot": ("dflash", (WHOLE_BLOCKS,)),
     "probabilistic": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS)),
     "probabilistic, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE)),
-    "probabilistic, copy ahead": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS, "--speculative-copy-ahead")),
+    "probabilistic, copy ahead": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS, *COPIES)),
+    "probabilistic, copy ahead, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE, *COPIES)),
     "probabilistic, DFlash2, widths change": ("dflash2", (*PROBABILISTIC, *WIDTHS_CHANGE)),
     "probabilistic, P-EAGLE": ("peagle", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
