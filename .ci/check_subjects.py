@@ -19,7 +19,7 @@ VERBS = frozenset(
     Connect Convert Copy Correct Count Cover Create Cut Decide Declare Define Delete Describe Detect Disable
     Document Download Draft Draw Drop Enable End Enforce Ensure Estimate Exclude Explain Export Expose
     Extend Extract Fall Fetch Fill Find Finish Fix Fold Follow Forbid Format Free Fuse Generalize Generate
-    Give Group Guard Handle Hide Hold Ignore Implement Import Improve Include Increase Initialize Inline
+    Give Group Guard Hand Handle Hide Hold Ignore Implement Import Improve Include Increase Initialize Inline
     Install Join Keep Label Launch Learn Leave Let Lift Limit Link List Load Log Lower Make Map Mark Match
     Measure Mend Mention Merge Model Move Multiply Name Narrow Note Number Omit Open Order Pack Parse Pass
     Patch Pause Pin Place Plan Point Predict Prefer Prepare Price Print Probe Profile Protect Prove Provide
