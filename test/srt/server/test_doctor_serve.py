@@ -18,10 +18,10 @@ from support.drafts import make_draft, read_config
 from support.quantized_drafts import write_quantized
 from support.servers import ENVIRONMENT, run_to_end, warm_start
 
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.arg_groups.options import add_flags
 from sglang_dflash.srt.doctor.serve import BUILT_IN, OURS, REFUSED, STATUS
 from sglang_dflash.srt.environ import DFlashOptions, Option
-from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import algorithm, entry_points, patch
 
 pytestmark = pytest.mark.server

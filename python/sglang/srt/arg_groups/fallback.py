@@ -10,6 +10,7 @@ import logging
 from importlib.metadata import version
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.arg_groups.support import (
     chose_attention,
     dp_attention_findings,
@@ -21,7 +22,6 @@ from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.observability.server_info import Implementation
 
 logger = logging.getLogger(__name__)
 

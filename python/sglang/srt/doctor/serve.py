@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.quantization import find_quantization
 from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.observability.server_info import Implementation
 
 logger = logging.getLogger(__name__)
 

@@ -129,7 +129,7 @@ def _register_flashinfer() -> None:
 
 def prepare_scheduler() -> type:
     """Patch what a scheduler that runs our DFLASH needs, and return the worker's class."""
-    from sglang_dflash.srt.observability.server_info import check_ranks_run_ours
+    from sglang_dflash.srt.plugins.server_info import check_ranks_run_ours
 
     check_ranks_run_ours()
     check_activation()

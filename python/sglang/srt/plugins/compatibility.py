@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash import __version__
 from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
-from sglang_dflash.srt.observability.server_info import Implementation
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.plugins import patch, patches
 from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version
 from sglang_dflash.srt.reaches import find_misfit

@@ -223,7 +223,7 @@ _REPORTS = Patch(
     feature="DFLASH's reports in /server_info",
     signature="(self, state)",
     why="report in /server_info who serves and why, the verify width in force, and its reason",
-    build=call_ours("srt.observability.server_info.make_add_speculative"),
+    build=call_ours("srt.plugins.server_info.make_add_speculative"),
 )
 
 AT_WORKER = (

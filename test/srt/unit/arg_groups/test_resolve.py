@@ -13,8 +13,8 @@ from support.drafts import REMOVE, make_draft
 from support.records import changed_draft, quantize_draft, record_of, resolve
 
 from sglang_dflash.srt.arg_groups.fallback import builtin_refusal
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 IS_0_5_22 = sglang.__version__.startswith("0.5.22")

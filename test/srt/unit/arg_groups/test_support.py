@@ -23,16 +23,13 @@ from support.drafts import REMOVE
 from support.records import changed_draft, quantize_draft, record_of, resolve
 
 from sglang_dflash.srt.arg_groups import support
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.arg_groups.support import _FLAGS as FLAGS
 from sglang_dflash.srt.arg_groups.support import SPLIT_EMBEDDINGS, flag_of
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.observability.server_info import (
-    Implementation,
-    check_ranks_run_ours,
-    make_add_speculative,
-)
 from sglang_dflash.srt.plugins import entry_points, patch, patches
+from sglang_dflash.srt.plugins.server_info import check_ranks_run_ours, make_add_speculative
 
 ATTRIBUTE = "_dflash_implementation"
 
@@ -281,6 +278,7 @@ def test_server_info_says_who_serves(arguments, name):
     scheduler = SimpleNamespace(
         spec_algorithm=SpeculativeAlgorithm.NONE,
         server_args=resolve(record_of(**arguments)),
+        future_map=None,
         draft_worker=SimpleNamespace(width_report={}, copy_report={}, plan_report={}),
     )
     state: dict = {}

@@ -21,9 +21,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.servers import run_to_end
 
 from sglang_dflash.srt import environ
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.observability.server_info import Implementation
 from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches, refusals
 from sglang_dflash.srt.plugins.patch import Patch
 

@@ -1,52 +1,16 @@
-"""The implementation of DFLASH that serves, and our fields of `/server_info`.
-
-The launcher decides once (`arg_groups/fallback.py`). The decision travels to every process on the record of
-server arguments.
-"""
+"""Our fields of `/server_info`, and the check that all ranks run ours."""
 
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from sglang_dflash import __version__
+from sglang_dflash.srt.arg_groups.implementation import Implementation
 
-# The seal of the record passes attributes that begin with an underscore, and pickles them.
-_ATTRIBUTE = "_dflash_implementation"
 # The target is loaded by then, on every rank.
 RANKS_AGREE_WITHIN = timedelta(minutes=5)
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """The implementation that serves, as `/server_info` reports it.
-
-    Attributes:
-        name: Distribution that the implementation belongs to.
-        version: Version of that distribution.
-        because: Reasons why the built-in serves. Empty if our DFLASH serves.
-        lost: Features of our DFLASH that the built-in lacks.
-    """
-
-    name: str = "sglang-dflash"
-    version: str = __version__
-    because: tuple[str, ...] = ()
-    lost: tuple[str, ...] = ()
-
-    @property
-    def is_builtin(self) -> bool:
-        return bool(self.because)
-
-    @classmethod
-    def from_server_args(cls, server_args: Any) -> "Implementation":
-        """Return the decision on a record. Without one, our DFLASH serves."""
-        return getattr(server_args, _ATTRIBUTE, None) or cls()
-
-    def decide(self, server_args: Any) -> None:
-        """Write the decision on the record."""
-        setattr(server_args, _ATTRIBUTE, self)
 
 
 def check_ranks_run_ours() -> None:
