@@ -53,7 +53,7 @@ def make_add_speculative() -> Callable[[Any, dict], None]:
         reports = {
             "speculative_width": worker.width_report,
             "speculative_copy_ahead": worker.copy_report,
-            "speculative_plans": worker.plan_report,
+            "speculative_plans": worker.plan_report | getattr(self.scheduler.future_map, "counts", {}),
         }
         state.update({name: report for name, report in reports.items() if report})
 

@@ -29,7 +29,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.srt.compat import resolve_draft_layout
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_plans import count, counts, plans_blocks
+from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks, share_plans
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
@@ -100,6 +100,7 @@ class DFlashWorker(BaseSpecWorker):
             server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker, layout=layout
         )
         draft_runner = self._draft_worker.model_runner
+        self._shared_plans = share_plans(target_runner, draft_runner)
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
         self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, layout)
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
@@ -217,8 +218,8 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def plan_report(self) -> dict[str, Any]:
-        """Counts of FlashInfer plans and of waits for lengths, for `/server_info`."""
-        return dict(counts)
+        """Counts of FlashInfer plans and of cycles without a graph, for `/server_info`."""
+        return dict(self._shared_plans.counts)
 
     @property
     def copy_report(self) -> dict[str, Any]:
@@ -312,7 +313,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         if self._has_graph_plans and not result.can_run_cuda_graph:
             reason = f"no CUDA graph was captured for a batch of {len(batch.reqs)} requests"
-            count("cycles_without_graph", reason)
+            self._shared_plans.counts.add("cycles_without_graph", reason)
         cycle = self._in_flight.launch(CycleInFlight(plan, proposals))
         if self._plans_within_bounds:
             result.next_draft_input.known_lens = [cycle] * plan.layout.bs

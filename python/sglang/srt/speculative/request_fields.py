@@ -218,7 +218,8 @@ def _problem(req: Any) -> str | None:
     return _outside_vocabulary(req) or end_with_pool(req)
 
 
-_target_runner: Any = None  # of this process's scheduler
+# Of this process's scheduler. It asks with a request alone, from which no way leads to a pool.
+_target_runner: Any = None
 
 
 def limit_to_kv_pool(target_runner: Any) -> None:

@@ -11,8 +11,8 @@ from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys
 from sglang_dflash.srt.layers.attention.flashinfer_plans import (
     ChunkCheck,
     FlashInferBlockPlan,
+    PlanCounts,
     Staging,
-    counts,
 )
 from sglang_dflash.srt.layers.attention.kv_chunks import num_chunks
 
@@ -73,7 +73,7 @@ class Graph:
         num_indices: int = 10_000,
         captured: list[int] | None = None,
     ):
-        self.module, self.bs = Planner(), bs
+        self.module, self.bs, self.counts = Planner(), bs, PlanCounts()
         self.translator = Translator(table)
         self.wrapper = SimpleNamespace(
             _fixed_batch_size=bs,
@@ -89,7 +89,7 @@ class Graph:
         self.keys = shared if self.shares else BlockKeys(self.wrapper, width, self.translator)
         queries = captured or [WIDTH] * bs
         self.plan = FlashInferBlockPlan(
-            self.wrapper, width, sum(queries), HEADS, self.keys, Staging(1 << 16, CPU)
+            self.wrapper, width, sum(queries), HEADS, self.keys, Staging(1 << 16, CPU, self.counts)
         )
         self.replay([1] * bs, None, [1 + n for n in queries], counts=captured)  # captures
 
@@ -155,9 +155,9 @@ def test_exact_lengths_are_planned_as_they_are():
 
 def test_without_a_plan_the_device_is_asked(caplog, monkeypatch):
     monkeypatch.setattr("sglang_dflash.srt.layers.attention.flashinfer_plans.choose_chunk", lambda *_: None)
-    graph, before = Graph(1), counts["exact_plans"]
+    graph = Graph(1)
     made = graph.replay([300], [40], [270])
-    assert made.lengths == [270] and counts["exact_plans"] == before + 1
+    assert made.lengths == [270] and graph.counts["exact_plans"] == 1
 
 
 def test_a_plan_that_does_not_hold_is_made_again(monkeypatch):
@@ -195,13 +195,13 @@ def test_a_graph_with_other_keys_keeps_its_own(other):
 
 
 def test_two_buffers_take_turns():
-    staging = Staging(16, CPU)
+    staging = Staging(16, CPU, PlanCounts())
     first, second, third = (staging.next().data_ptr() for _ in range(3))
     assert first == third != second
 
 
 def test_the_check_ends_the_server_a_plan_later():
-    check = ChunkCheck()
+    check = ChunkCheck(PlanCounts())
     check.start(offsets([130, 60]), [135, 60], 128)
     check.start(offsets([128, 60]), [135, 60], 128)
     with pytest.raises(RuntimeError, match=r"planned for \[2, 1\] chunks of 128 keys, .* found \[1, 1\]"):

@@ -1,7 +1,6 @@
 """Keys of blocks, where the CUDA graphs of FlashInfer read them."""
 
 import inspect
-import weakref
 from typing import Any
 
 import torch
@@ -82,17 +81,3 @@ class BlockKeys:
             # Several programs for each request if contexts are long.
             **({"num_token_blocks": None, "kv_lens_sum": num_keys} if self._takes_sizes else {}),
         )
-
-
-# Of the graphs captured so far, of the target's and the draft's backends.
-_captured_keys: weakref.WeakSet[BlockKeys] = weakref.WeakSet()
-
-
-def keys_of(wrapper: Any, num_queries: int, translator: Any) -> BlockKeys:
-    """Return the keys that a wrapper reads: those of another model's graph, or its own."""
-    for keys in _captured_keys:
-        if keys.share_with(wrapper, num_queries, translator):
-            return keys
-    keys = BlockKeys(wrapper, num_queries, translator)
-    _captured_keys.add(keys)
-    return keys

@@ -12,6 +12,7 @@ beyond the captured sizes, and layouts of two wrappers (sliding windows).
 
 import functools
 import logging
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys, keys_of
+from sglang_dflash.srt.layers.attention.flashinfer_keys import BlockKeys
 from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks
 from sglang_dflash.srt.reaches import PLANS, require
 
@@ -68,6 +69,10 @@ def backend_class() -> type:
     from sglang.srt.layers.attention.flashinfer_backend import FlashInferAttnBackend
 
     class PlansBlocks(FlashInferAttnBackend):
+        def __init__(self, runner: Any, **options: Any):
+            super().__init__(runner, **options)
+            self.shared: SharedPlans = runner.dflash_shared_plans
+
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
             """Plan a forward, before its CUDA graph is captured or replayed."""
             spec_info = forward_batch.spec_info
@@ -100,6 +105,45 @@ def create_backend(runner: Any, create: Callable[[Any], Any]) -> Any:
     return backend_class()(runner, init_new_workspace=runner.init_new_workspace)
 
 
+class PlanCounts(Counter[str]):
+    """Numbers of plans and of waits for the device, by kind, for `/server_info`."""
+
+    def add(self, kind: str, reason: str = "") -> None:
+        """Count an event. Log why the host waits for the device, if it does, once for each kind."""
+        if reason and not self[kind]:
+            logger.warning("DFLASH: the host waits for the device before it plans: %s.", reason)
+        self[kind] += 1
+
+
+class SharedPlans:
+    """What the FlashInfer backends of a worker share, as both models' runners hold it.
+
+    Attributes:
+        counts: of all backends, and of the worker's cycles.
+    """
+
+    def __init__(self) -> None:
+        self.counts = PlanCounts()
+        self._keys: weakref.WeakSet[BlockKeys] = weakref.WeakSet()  # of the graphs captured so far
+
+    def keys_of(self, wrapper: Any, num_queries: int, translator: Any) -> BlockKeys:
+        """Return the keys that a wrapper reads: those of another model's graph, or its own."""
+        for keys in self._keys:
+            if keys.share_with(wrapper, num_queries, translator):
+                return keys
+        keys = BlockKeys(wrapper, num_queries, translator)
+        self._keys.add(keys)
+        return keys
+
+
+def share_plans(*runners: Any) -> SharedPlans:
+    """Let the backends of these runners share plans. SGLang makes each from its runner alone."""
+    shared = SharedPlans()
+    for runner in runners:
+        runner.dflash_shared_plans = shared
+    return shared
+
+
 class Staging:
     """Two pinned buffers for the plans of one backend, used in turn.
 
@@ -108,7 +152,8 @@ class Staging:
     launches the next but one. So with two buffers the copy is over, and the host does not wait here.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device):
+    def __init__(self, num_bytes: int, device: torch.device, counts: PlanCounts):
+        self.counts = counts
         is_cuda = device.type == "cuda"
         self._buffers = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self._copied = [torch.get_device_module(device).Event() for _ in range(2)]
@@ -119,23 +164,13 @@ class Staging:
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if not copied.query():
-            count("waits_for_a_buffer", "the plan before the last is still being copied")
+            self.counts.add("waits_for_a_buffer", "the plan before the last is still being copied")
             copied.synchronize()
         return self._buffers[self._turn]
 
     def on_planned(self) -> None:
         """Note that the copy of the latest buffer is launched."""
         self._copied[self._turn].record()
-
-
-counts: Counter[str] = Counter()  # of plans and exceptions, for `/server_info`. A process has one worker
-
-
-def count(kind: str, reason: str = "") -> None:
-    """Count an event. Log why the host waits for the device, if it does, once for each kind."""
-    if reason and not counts[kind]:
-        logger.warning("DFLASH: the host waits for the device before it plans: %s.", reason)
-    counts[kind] += 1
 
 
 class FlashInferBlockPlan:
@@ -172,7 +207,7 @@ class FlashInferBlockPlan:
         self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
         self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)
         self._layout: list[int] = []  # plan information that the graph is captured with
-        self._check = ChunkCheck() if DFlashOptions.CHECK_PLANS.get() else None
+        self._check = ChunkCheck(staging.counts) if DFlashOptions.CHECK_PLANS.get() else None
         self.least: list[int] = []  # bounds of the keys of each request in the next plan
         self.most: list[int] = []
 
@@ -211,10 +246,11 @@ class FlashInferBlockPlan:
         choice = choose_chunk(self.least, self.most, tiles, capacity)
         if choice is not None:
             layout, chunk = self._plan(choice.lengths, choice.fixed_chunk)
-            count("plans")
+            self._staging.counts.add("plans")
         if choice is None or layout != self._layout or not holds(chunk, self.least, self.most):
             self.most = self.least = self.keys.offsets.diff().cpu().tolist()
-            count("exact_plans", f"no plan holds for every length within the bounds ({choice})")
+            reason = f"no plan holds for every length within the bounds ({choice})"
+            self._staging.counts.add("exact_plans", reason)
             layout, chunk = self._plan(self.most, None)
             assert layout == self._layout, "FlashInfer's layout of a graph's plans has changed"
         if self._check is not None:
@@ -297,7 +333,8 @@ class FlashInferBlockPlan:
 class ChunkCheck:
     """Compares planned chunk counts with the device's, some cycles late."""
 
-    def __init__(self) -> None:
+    def __init__(self, counts: PlanCounts):
+        self._counts = counts
         self._unread: deque[tuple[Any, torch.Tensor, list[int]]] = deque()
 
     def start(self, kv_indptr: torch.Tensor, lengths: Sequence[int], chunk: int) -> None:
@@ -330,7 +367,7 @@ class ChunkCheck:
                     f"DFLASH: FlashInfer was planned for {planned} chunks of {chunk} keys, and the device "
                     f"found {found}: its output was wrong. Please report this."
                 )
-            count("checked_plans")
+            self._counts.add("checked_plans")
 
 
 def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
@@ -340,13 +377,13 @@ def _add_plan(backend: Any, forward_batch: Any, size: int) -> None:
     if not hasattr(backend, "dflash_plans"):
         workspace = wrapper._int_workspace_buffer
         backend.dflash_plans = {}
-        backend.dflash_staging = Staging(workspace.numel(), workspace.device)
+        backend.dflash_staging = Staging(workspace.numel(), workspace.device, backend.shared.counts)
     num_queries = spec_info.draft_token_num if spec_info.ragged_verify_layout is None else 0
     backend.dflash_plans[size] = FlashInferBlockPlan(
         wrapper,
         num_queries=num_queries,
         num_rows=forward_batch.positions.numel(),
         heads=(updater.num_qo_heads, updater.num_kv_heads, updater.head_dim),
-        keys=keys_of(wrapper, num_queries, backend.kv_index_translator),
+        keys=backend.shared.keys_of(wrapper, num_queries, backend.kv_index_translator),
         staging=backend.dflash_staging,
     )

@@ -17,7 +17,7 @@ import torch
 from sglang.srt.managers.overlap_utils import FutureMap
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_plans import accepts_bounds, count
+from sglang_dflash.srt.layers.attention.flashinfer_plans import PlanCounts, accepts_bounds
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,10 @@ class KnownLengthsMap(FutureMap):
 
     needs_cpu_seq_lens: bool  # an attention backend plans with lengths on the host
 
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.counts = PlanCounts()
+
     def resolve_seq_lens_cpu(self, batch: Any, *options: Any, **named: Any) -> None:
         """Give a decode batch its lengths on the host.
 
@@ -72,7 +76,7 @@ class KnownLengthsMap(FutureMap):
         bounds = bounds_of(batch)
         if bounds is None:
             if UNKNOWN not in draft_input.known_lens:
-                count("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
+                self.counts.add("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
             draft_input.spread = None
             return super().resolve_seq_lens_cpu(batch, *options, **named)
         self.needs_cpu_seq_lens = False
