@@ -21,7 +21,14 @@ FOREIGN = {"__name__", "_StoreTrueAction", "_actions", "_name_or_path", "_asdict
 FOREIGN |= {"architectures", "data", "disabled", "excepthook", "globals", "handlers", "propagate"}
 FOREIGN |= {"max_sequence_length"}
 # Attributes of ours on functions and on objects of SGLang.
-ADDED = {"dflash_plans", "dflash_staging", "draft_quantization", "draft_runner", "has_our_flags"}
+ADDED = {
+    "dflash_plans",
+    "dflash_shared_plans",
+    "dflash_staging",
+    "draft_quantization",
+    "draft_runner",
+    "has_our_flags",
+}
 ADDED |= {"takes_ragged_rows", "rows_of_slots", "slots_of_rows"}
 
 Use = tuple[str, str, str]  # our file, kind, name
