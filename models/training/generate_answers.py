@@ -20,7 +20,7 @@ from chat_rollouts import DEFAULT_MAX_NEW, MAX_NEW, Row, is_looping, read_prompt
 from pack_rollouts import Pieces, packed_rows
 from tokenizers import Tokenizer
 
-KNOWN_ANSWERS = Path(__file__).parent / "prompts/smollm2-rollouts.npz"
+KNOWN_ANSWERS = sorted((Path(__file__).parent / "prompts").glob("smollm2-*.npz"))
 STOPS = ("<|im_end|>", "<|endoftext|>")
 LOOP_CHECK = 16  # tokens between two looks for a loop
 LENGTH = 768  # tokens of a row, prompt included
@@ -106,7 +106,7 @@ def main() -> None:
 
     index, parts = map(int, args.part.split("/"))
     pieces = Pieces(args.out, f"part{index}of{parts}", PIECE_TOKENS)
-    known = {row.name for row in packed_rows(KNOWN_ANSWERS)}
+    known = {row.name for file in KNOWN_ANSWERS for row in packed_rows(file)}
     tokenizer = Tokenizer.from_file(str(args.target_dir / "tokenizer.json"))
     rows = list(read_prompts(args.prompts, tokenizer, pieces.done | known, (index, parts)))
     random.Random(args.seed).shuffle(rows)
