@@ -11,11 +11,9 @@ same slots. The bonus token at position n has none. The block covers n..n+B-1. I
 accepted, n + a + 1 tokens are committed. The draft's KV for n..n+a comes from the aux hidden states of this
 step's verify."""
 
-import logging
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
@@ -34,8 +32,6 @@ from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
-from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
@@ -47,9 +43,10 @@ from sglang_dflash.srt.speculative.dflash_utils import (
     defer_row_reuse,
     has_room_for_draft_graphs,
 )
-from sglang_dflash.srt.speculative.drafters.base import VerifyTail, draft_subset
-from sglang_dflash.srt.speculative.drafters.build import build_drafter, drafter_class, load_draft
-from sglang_dflash.srt.speculative.drafters.copies import Copies, CopySource, CopyStats, Matches
+from sglang_dflash.srt.speculative.drafters.base import VerifyTail
+from sglang_dflash.srt.speculative.drafters.blocks import draft_blocks
+from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft
+from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats, Matches
 from sglang_dflash.srt.speculative.parallel import as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
@@ -66,8 +63,6 @@ from sglang_dflash.srt.speculative.width.measure import (
     make_planner,
     settings_of_adaptive_lengths,
 )
-
-logger = logging.getLogger(__name__)
 
 
 def _do_nothing(*_: Any) -> None:
@@ -109,17 +104,6 @@ class DFlashWorker(BaseSpecWorker):
         self._in_flight = CyclesInFlight()
         self.observers: list[CycleObserver] = []
         route_weight_updates(target_runner, draft_runner)
-        draft = draft_runner.model.draft
-        logger.info(
-            "sglang-dflash %s with %s: block size %d, %d draft layers reading target layers %s, "
-            "draft attention %s.",
-            type(self).__name__,
-            drafter_class(draft_runner.model).__name__,
-            self.block_size,
-            draft.num_hidden_layers,
-            list(draft.target_layer_ids),
-            spec.speculative_draft_attention_backend,
-        )
 
     def __getattr__(self, name: str) -> Any:
         # SGLang uses this worker as the target's in many places. A lookup before __init__ would recurse.
@@ -337,9 +321,17 @@ class DFlashWorker(BaseSpecWorker):
             SGLang's result, and what `CopySource.record` returns.
         """
         # Draft: fill the blocks, by the draft and by copies.
-        copies = self.copies.choose(batch, plan, matches)
-        cycle, block, was_drafted = self._draft(batch, plan, copies)
-        layout = cycle.layout
+        copies, layout = self.copies.choose(batch, plan, matches), plan.layout
+        cycle, block, was_drafted = draft_blocks(
+            self.drafter,
+            batch=batch,
+            plan=plan,
+            block_size=self.block_size,
+            needs_draft=plan.copies is None and self.copies.needs_draft(copies),
+            target_runner=self._target_worker.model_runner,
+        )
+        cycle, block = cycle.with_layout(layout), copies.overlay(block)
+        self.acceptor.broadcast_drafts(block)
         self.notify("on_drafted", batch, cycle, block)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         has_processors = batch.sampling_info.has_custom_logit_processor
@@ -395,36 +387,6 @@ class DFlashWorker(BaseSpecWorker):
             indexer_topk_output=target_out.indexer_topk_output,
         )
         return result, proposals
-
-    def _draft(self, batch, plan: CyclePlan, copies: Copies) -> tuple[Cycle, DraftBlock, bool]:
-        """Fill the blocks of a cycle by draft and copies.
-
-        Returns the cycle, with the rows to verify; its blocks; whether the draft's forward ran.
-        """
-        runner, drafter, num_slots = self._target_worker.model_runner, self.drafter, self.block_size
-        verify_len = plan.verify_len
-        sampling_info = batch.sampling_info if plan.draws else None
-        if plan.copies is None:
-            runs_draft = not drafter.writes_context_apart or self.copies.needs_draft(copies)
-            on_host = np.arange(plan.layout.bs if runs_draft else 0)
-        else:
-            rows, verified = table_rows(batch), plan.layout.num_draft_tokens
-            on_host = np.flatnonzero(drafter.to_draft(rows, verified, (verified > 0) & ~plan.copies))
-            num_slots = self.block_size if len(on_host) or verify_len > 1 else 1
-            if num_slots > 1 and plan.draft_slots is not None and drafter.narrows_blocks:
-                num_slots = max(plan.draft_slots + 1, verify_len)
-        cycle = Cycle.begin(batch, runner, drafter.mask_token_id, num_slots)
-        block = draft_subset(
-            drafter,
-            cycle=cycle,
-            on_host=on_host,
-            layout=plan.layout,
-            sampling_info=sampling_info,
-            target_runner=runner,
-        )
-        block = copies.overlay(block)
-        self.acceptor.broadcast_drafts(block)
-        return cycle.with_layout(plan.layout), block, bool(len(on_host))
 
     def notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:

@@ -20,7 +20,7 @@ from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
-from sglang_dflash.srt.speculative.drafters.base import draft_subset
+from sglang_dflash.srt.speculative.drafters.blocks import draft_subset
 from sglang_dflash.srt.speculative.drafters.copies import (
     WHOLE_CYCLES,
     CopySource,

@@ -12,7 +12,7 @@ from support.sampling_parameters import sampling_info
 from sglang_dflash.srt.speculative.cycle import block as blocks
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
-from sglang_dflash.srt.speculative.drafters.base import draft_subset
+from sglang_dflash.srt.speculative.drafters.blocks import draft_subset
 
 BLOCK = 4
 

@@ -17,7 +17,7 @@ from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.drafters.base import draft_subset
+from sglang_dflash.srt.speculative.drafters.blocks import draft_subset
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
 

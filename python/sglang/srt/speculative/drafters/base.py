@@ -1,7 +1,6 @@
 """Base class of drafters, their part in the verify graphs, and drafting for some requests."""
 
 import abc
-import dataclasses
 import logging
 import weakref
 from typing import Any
@@ -12,9 +11,7 @@ from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
-from sglang_dflash.srt.speculative.acceptance.target_sampling import PER_REQUEST
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
-from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, drafted_slots, whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.sampling import draw_drafts
@@ -201,50 +198,3 @@ class VerifyTail:
             target_out.can_run_cuda_graph and self._runner.decode_cuda_graph_runner in self._graph_runners
         )
         return None if is_absorbed else target_out.logits_output.hidden_states
-
-
-def draft_subset(
-    drafter: Drafter,
-    cycle: Cycle,
-    on_host: np.ndarray,
-    layout: VerifyLayout,
-    sampling_info: Any,
-    target_runner: Any,
-) -> DraftBlock:
-    """Fill the verified slots of some blocks; the others repeat their anchor.
-
-    The draft's forward takes whole blocks of the chosen requests and nothing of the others.
-
-    Args:
-        drafter: fills blocks.
-        cycle: all requests of the batch, blocks with all slots to draft.
-        on_host: [m] int64, requests to draft for.
-        layout: verified slots. The result has the slots of the longest request.
-        sampling_info: SGLang's, for all requests. If given, tokens are drawn.
-        target_runner: plans the slots of the chosen requests.
-    """
-    lengths, verify_len = layout.num_draft_tokens, layout.verify_len
-    draws = sampling_info is not None and verify_len > 1
-    if len(on_host) == cycle.bs and cycle.verify_len > 1:
-        return drafter.propose(cycle, sampling_info if draws else None, lengths).narrow(verify_len)
-    tokens = cycle.tokens[:, :1].repeat(1, verify_len)
-    if not len(on_host) or cycle.verify_len == 1:
-        return DraftBlock(tokens)
-    drafted = on_device(on_host, torch.int64, tokens.device)
-    own_sampling = None
-    if draws:
-        per_request = {name: getattr(sampling_info, name)[drafted] for name in PER_REQUEST}
-        own_sampling = dataclasses.replace(sampling_info, **per_request)
-    own_cycle = cycle.of_requests(on_host, drafted, target_runner)
-    block = drafter.propose(own_cycle, own_sampling, lengths[on_host]).narrow(verify_len)
-    num_slots = block.tokens.shape[1]  # a copy may be longer
-    tokens[drafted, :num_slots] = block.tokens
-    if block.probs is None:
-        return DraftBlock(tokens)
-    # A token that was not drawn has probability 1.
-    ids = tokens[:, 1:, None].repeat(1, 1, block.probs.ids.shape[2])
-    probs = torch.zeros_like(ids, dtype=block.probs.probs.dtype)
-    probs[..., 0] = 1.0
-    filled = drafted, slice(0, num_slots - 1)
-    ids[filled], probs[filled] = block.probs.ids, block.probs.probs
-    return DraftBlock(tokens, DraftProbs(ids, probs))

@@ -78,6 +78,15 @@ def build_drafter(draft_runner: Any, target_model: Any, block_size: int, layout:
         logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
     if layout.local_dp:
         run_on_own_ranks(drafter, layout)
+    logger.info(
+        "sglang-dflash DFlashWorker with %s: block size %d, %d draft layers reading target layers %s, draft "
+        "attention %s.",
+        type(drafter).__name__,
+        block_size,
+        model.draft.num_hidden_layers,
+        list(model.draft.target_layer_ids),
+        get_spec().speculative_draft_attention_backend,
+    )
     return drafter
 
 
