@@ -20,7 +20,7 @@ import pickle
 import sys
 
 import sglang
-from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt import environ
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import entry_points, patch, patches
 
@@ -57,7 +57,7 @@ def differing(before):
     return sorted(name for name, value in before.items() if now.get(name, value) is not value)
 
 
-runtime.is_active = lambda: False
+environ.serves_on_stand_in = lambda: False
 from sglang.srt.arg_groups import resolution_hooks, speculative_hook
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.server_args import ServerArgs

@@ -23,7 +23,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt import environ
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
@@ -34,7 +34,7 @@ def start(rank: int = 0, world_size: int = 1, store: torch.distributed.Store | N
     world_size: tensor-parallel ranks, each a process that calls this with the same `store`. Skips the test
     if the CPU runtime is off: SGLang's layers then pick CUDA kernels, whatever device holds the data.
     """
-    if not runtime.is_active():
+    if not environ.serves_on_stand_in():
         pytest.skip("SGLang's layers run on CPU tensors only where the CPU runtime is active")
     if torch.distributed.is_initialized():
         return

@@ -7,6 +7,7 @@ Both entry points are named `dflash`, so SGLANG_PLUGINS switches both. SGLang im
 import logging
 from typing import Any
 
+from sglang_dflash.srt import environ
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.plugins.refusals import STEPS, fail_activation, refusing
@@ -58,7 +59,7 @@ def register_at_load() -> None:
 
     algorithm.register()
     wrappers = dict(zip(STEPS, (detect_speculators_model, resolve_speculative_decoding), strict=True))
-    if runtime.is_active():
+    if environ.serves_on_stand_in():
         wrappers |= zip(CPU_STEPS, (set_defaults, adjust_to_cpu), strict=True)
         register_attention_backend("torch_native")(cpu_attention)
     for step, wrapper in wrappers.items():

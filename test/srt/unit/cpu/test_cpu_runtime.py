@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_dflash.srt import environ
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 NOTICE = "no CUDA driver on this machine"
@@ -166,7 +167,7 @@ def test_the_entry_point_activates_only_where_needed(needed, bare_machine, monke
 
     monkeypatch.setattr(runtime, "needs_stand_in", lambda: needed)
     assert entry_points.prepare_platform() is None
-    assert runtime.is_active() is needed
+    assert environ.serves_on_stand_in() is needed
     assert (os.environ.get(runtime.CPU_ENGINE_SWITCH) == "1") is needed
 
 

@@ -14,7 +14,7 @@ from support.engine import start
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative import dflash_utils, dflash_worker
 from sglang_dflash.srt.speculative.acceptance import constraints
-from sglang_dflash.srt.speculative.cycle.block import DraftBlock
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
@@ -45,7 +45,7 @@ def test_grammars_run_beside_verify(monkeypatch):
     """
     events = []
     accepted = accepted_blocks(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int64))
-    monkeypatch.setattr(dflash_worker.Cycle, "begin", lambda *_: MagicMock(bs=1, verify_len=4))
+    monkeypatch.setattr(Cycle, "begin", lambda *_: MagicMock(bs=1, verify_len=4))
     monkeypatch.setattr(dflash_worker, "verify", lambda *_: events.append("verify") or MagicMock())
     # A tree is any object here.
     monkeypatch.setattr(

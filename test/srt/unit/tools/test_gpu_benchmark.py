@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import inspect
 import math
 import random
 import subprocess
@@ -33,7 +32,6 @@ from sglang.srt.server_args import ServerArgs
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.arg_groups.support import suited_backends
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative import dflash_worker
 
 SETTING = {"machine": "a GPU", "versions": {"sglang": "0"}}
 EVERY = {part.name: part for part in list_of_parts(GPU_SIZES)}
@@ -107,8 +105,7 @@ def test_logs_say_what_is_looked_for():
     product = "".join(file.read_text() for file in (ROOT / "python").rglob("*.py"))
     for line in {line for part in EVERY.values() for line in part.says}:
         assert line in product or line == "prefill CUDA graph end", line
-    assert '"sglang-dflash %s with %s: ' in inspect.getsource(dflash_worker)
-    assert measure.OUR_WORKER == f"sglang-dflash {dflash_worker.DFlashWorker.__name__} with "
+    assert f'"{measure.OUR_WORKER}%s: ' in product
 
 
 # -- figures

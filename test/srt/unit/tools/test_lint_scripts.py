@@ -61,7 +61,7 @@ def test_circles_of_imports(source, is_circle, is_late_circle, tmp_path):
 
 def test_the_picture_of_the_rooms_is_the_contract():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    outer, rooms, speculative = (contract["layers"] for contract in contracts)
+    outer, rooms, speculative = (contract["layers"] for contract in contracts if "layers" in contract)
     at = rooms.index("speculative") + 1
     page = (ROOT / "docs" / "dev" / "architecture.md").read_text()
     [picture] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

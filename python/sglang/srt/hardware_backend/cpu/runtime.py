@@ -13,8 +13,8 @@ import os
 import sys
 from typing import Any
 
+from sglang_dflash.srt import environ
 from sglang_dflash.srt.environ import STAND_IN_DIR
-from sglang_dflash.srt.environ import serves_on_stand_in as is_active
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def activate() -> None:
     threshold, *older = gc.get_threshold()
     if 0 < threshold < COLLECTION_THRESHOLD:  # not if a user has turned collections off, or has fewer
         gc.set_threshold(COLLECTION_THRESHOLD, *older)
-    if is_active():  # a child, which inherited the switch and the path
+    if environ.serves_on_stand_in():  # a child, which inherited the switch and the path
         return
     os.environ[CPU_ENGINE_SWITCH] = "1"
     _bound_openmp_spin()
