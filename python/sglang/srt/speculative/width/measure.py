@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _CONTEXT = 128  # committed tokens of a request in the measurement
 # Seconds that the cycles may take; larger loads are left out. The cost of contexts comes on top. Ignored with
 # several ranks: one rank cannot decide that alone.
-_BUDGET_S = {"cpu": 1.6, "cuda": 8.0}
+_BUDGET_S = {"cpu": 4.0, "cuda": 8.0}
 _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token is measured
 
 
