@@ -19,16 +19,17 @@ VERBS = frozenset(
     Connect Convert Copy Correct Count Cover Create Cut Decide Declare Define Delete Describe Detect Disable
     Document Download Draft Draw Drop Enable End Enforce Ensure Estimate Exclude Explain Export Expose
     Extend Extract Fall Fetch Fill Find Finish Fix Fold Follow Forbid Format Free Fuse Generalize Generate
-    Give Group Guard Hand Handle Hide Hold Ignore Implement Import Improve Include Increase Initialize Inline
-    Install Join Keep Know Label Launch Learn Leave Let Lift Limit Link List Load Log Lower Make Map Mark
-    Match Measure Mend Mention Merge Model Move Multiply Name Narrow Note Number Omit Open Order Pack Parse
-    Pass Patch Pause Pin Place Plan Point Predict Prefer Prepare Price Print Probe Profile Protect Prove Provide
-    Publish Put Quantize Quote Raise Read Record Recover Reduce Refer Refuse Register Rehearse Reject
-    Release Remember Remove Rename Render Reorder Repair Replace Report Require Reset Resolve Restore Retry
-    Return Reuse Revert Review Revise Rewrite Route Run Sample Save Say Schedule Search Select Send Separate
-    Serve Set Share Shorten Show Shrink Simplify Simulate Size Skip Sort Split Start State Stop Store Stream
-    Strip Support Swap Switch Sync Take Tell Test Tidy Time Tolerate Trace Track Train Trim Try Turn Type
-    Unify Unpack Update Upgrade Use Validate Verify Wait Walk Warm Warn Weigh Widen Withdraw Wrap Write
+    Give Group Guard Hand Handle Hide Hold Ignore Implement Import Improve Include Increase Initialize
+    Inline Install Join Keep Know Label Launch Learn Leave Let Lift Limit Link List Load Log Lower Make Map
+    Mark Match Measure Mend Mention Merge Model Move Multiply Name Narrow Note Number Omit Open Order Pack
+    Parse Pass Patch Pause Pin Place Plan Point Predict Prefer Prepare Price Print Probe Profile Protect
+    Prove Provide Publish Put Quantize Quote Raise Read Record Recover Reduce Refer Refuse Register Rehearse
+    Reject Release Remember Remove Rename Render Reorder Repair Replace Report Require Reset Resolve Restore
+    Retry Return Reuse Revert Review Revise Rewrite Route Run Sample Save Say Schedule Search Select Send
+    Separate Serve Set Share Shorten Show Shrink Simplify Simulate Size Skip Sort Split Start State Stop
+    Store Stream Strip Support Swap Switch Sync Take Tell Test Tidy Time Tolerate Trace Track Train Trim Try
+    Turn Type Unify Unpack Update Upgrade Use Validate Verify Wait Walk Warm Warn Weigh Widen Withdraw Wrap
+    Write
     """.split()
 )
 
