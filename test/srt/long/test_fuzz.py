@@ -136,6 +136,17 @@ class Seen(Watch):
         super().__init__(path, late)
         self.forced, self.copied, self.sizes = forced, 0, set()
 
+    def __call__(self, scheduler) -> None:
+        """Register in the scheduler's process."""
+        super().__call__(scheduler)
+        choose = self.worker.copies.choose
+
+        def noted(*args):
+            self.latest = choose(*args)
+            return self.latest
+
+        self.worker.copies.choose = noted
+
     def on_begun(self, batch):
         self.sizes.add(len(batch.reqs))
         report = {**self.worker.width_report, "copied": self.copied, "sizes": sorted(self.sizes)}
@@ -143,8 +154,7 @@ class Seen(Watch):
 
     def on_committed(self, batch, cycle, aux_hidden, accepted):
         super().on_committed(batch, cycle, aux_hidden, accepted)
-        lengths = self.worker.copies.proposals.lengths.tolist()
-        for req, length, kept in zip(batch.reqs, lengths, accepted.accept_len.tolist()):
+        for req, length, kept in zip(batch.reqs, self.latest.lengths.tolist(), accepted.accept_len.tolist()):
             self.copied += kept * (length > 0 and int(req.rid) not in self.forced)
 
 
