@@ -116,7 +116,7 @@ class PlanCounts(Counter[str]):
 
 
 class SharedPlans:
-    """What the FlashInfer backends of a worker share, as both models' runners hold it.
+    """Counts and graph keys that the FlashInfer backends of a worker share.
 
     Attributes:
         counts: of all backends, and of the worker's cycles.

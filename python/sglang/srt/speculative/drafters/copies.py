@@ -101,7 +101,7 @@ class Matches(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What a cycle does with its matches, as `CopySource.choose` decides."""
+    """Use of the matches in a cycle, as `CopySource.choose` decides."""
 
     # Of the matches. Negative: passed over for the draft. None: no text was searched. [bs] int32
     lengths: torch.Tensor | None = None
