@@ -4,12 +4,11 @@ sgl-project/sglang#36537 reports wrong answers with one of SGLang's two strategi
 """
 
 import random
-import shutil
 
 import pytest
 from serving import HYBRID_DRAFT, HYBRID_PEAGLE_DRAFT, HYBRID_TARGET, dflash_arguments
 from support.drafts import read_config
-from support.families import lengthen_memory
+from support.families import copy_with_long_memory
 from support.scheduled import Job, run
 
 pytestmark = pytest.mark.server
@@ -27,10 +26,7 @@ CONVERSATIONS, TURNS, NEW = 8, 5, 16
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
     """The bundled target with decays near one: a wrong state shows in the answer."""
-    folder = tmp_path_factory.mktemp("hybrid") / "long-memory"
-    shutil.copytree(HYBRID_TARGET, folder)
-    lengthen_memory(folder)
-    return folder
+    return copy_with_long_memory(HYBRID_TARGET, tmp_path_factory.mktemp("hybrid") / "long-memory")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ set close to one: a trained or random state forgets within a few tokens, and a s
 
 import json
 import random
-import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from serving import HYBRID_PEAGLE_DRAFT as PEAGLE_DRAFT
 from serving import HYBRID_TARGET as TARGET
 from serving import WHOLE_BLOCKS, dflash_arguments, heldout_prompts
 from support.drafts import read_config
-from support.families import lengthen_memory
+from support.families import copy_with_long_memory
 from support.parity import FLOAT32_TIE
 from support.plain_loop import plain_loop
 from support.reference_dflash import ReferenceDFlash
@@ -111,10 +110,7 @@ LONG_CONFIGURATIONS = tuple(
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
     """The bundled target with decays near one: a state remembers hundreds of tokens."""
-    folder = tmp_path_factory.mktemp("hybrid") / "long-memory"
-    shutil.copytree(TARGET, folder)
-    lengthen_memory(folder)
-    return folder
+    return copy_with_long_memory(TARGET, tmp_path_factory.mktemp("hybrid") / "long-memory")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ batches, and are not compared here: engine/test_sampled_sequences.py counts such
 
 import json
 import random
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 import torch
 from serving import HYBRID_TARGET, TARGET, dflash_arguments, heldout_prompts
 from support.copy_watch import Watch
-from support.families import lengthen_memory
+from support.families import copy_with_long_memory
 from support.parity import FLOAT32_TIE
 from support.penalized import NEUTRAL, penalized
 from support.penalized import request as request_of
@@ -161,10 +160,7 @@ class Seen(Watch):
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory) -> Path:
     """The hybrid target with decays near one, so that a wrong state shows."""
-    folder = tmp_path_factory.mktemp("hybrid") / "long-memory"
-    shutil.copytree(HYBRID_TARGET, folder)
-    lengthen_memory(folder)
-    return folder
+    return copy_with_long_memory(HYBRID_TARGET, tmp_path_factory.mktemp("hybrid") / "long-memory")
 
 
 @pytest.mark.parametrize("switches", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"])

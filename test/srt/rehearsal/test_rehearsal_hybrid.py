@@ -5,7 +5,6 @@ what a graph freezes: rows, requests that pad them, states' slots.
 """
 
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from gpu.shapes import QWEN3_8_27B
 from serving import HYBRID_DFLASH2_DRAFT, HYBRID_DRAFT, HYBRID_TARGET, dflash_arguments, heldout_prompts
-from support.families import lengthen_memory
+from support.families import copy_with_long_memory
 from support.parity import assert_same
 from support.rehearsal.compare import (
     CHANGING,
@@ -43,10 +42,7 @@ GRID = ("--mamba-track-interval", "64")
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
     """The bundled target with decays near one: a trained state soon forgets, and a stale one hardly shows."""
-    folder = tmp_path_factory.mktemp("hybrid") / "long-memory"
-    shutil.copytree(HYBRID_TARGET, folder)
-    lengthen_memory(folder)
-    return folder
+    return copy_with_long_memory(HYBRID_TARGET, tmp_path_factory.mktemp("hybrid") / "long-memory")
 
 
 def test_whole_blocks(target, servers):

@@ -4,6 +4,7 @@ Each comes with its answers and hidden states.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -335,6 +336,13 @@ def lengthen_memory(folder: Path) -> None:
             rates = torch.rand(tensor.shape, generator=generator) * 0.02 + 0.0005
             weights[name] = rates.log().to(tensor.dtype)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def copy_with_long_memory(checkpoint: Path, folder: Path) -> Path:
+    """Copy a GatedDeltaNet checkpoint, lengthen its memory, and return the copy."""
+    shutil.copytree(checkpoint, folder)
+    lengthen_memory(folder)
+    return folder
 
 
 def _merged(config: dict, changes: dict) -> dict:
