@@ -261,6 +261,7 @@ def test_a_drafter_on_fewer_ranks_runs_as_if_they_were_all(tp_group, monkeypatch
         yield
 
     monkeypatch.setattr(build, "run_as_draft", context)
+    monkeypatch.setattr(build, "get_spec", lambda: SimpleNamespace(speculative_draft_attention_backend=None))
     monkeypatch.setattr(build, "drafter_class", lambda model: lambda *_: inner)
     own, methods = layout(tp_group), ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit")
     originals = [getattr(inner, method) for method in methods]
