@@ -11,6 +11,7 @@ from support.width_simulation import DEPTH, LOADS, WIDTHS, Cost, Simulation
 from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH
 from sglang_dflash.srt.speculative.cycle.plan import BatchRequests, CycleWork
 from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
+from sglang_dflash.srt.speculative.width.measure import extrapolate
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser, choose_lengths
 
 GREEDY, SAMPLED = MODES.index("greedy"), MODES.index("sampled")
@@ -106,6 +107,23 @@ def test_unequal_lengths_cost_what_was_measured_beyond_their_rows():
     assert costs.ragged_overhead(1) == pytest.approx(0.0) and costs.ragged_overhead(6) == pytest.approx(0.3)
     assert table(cost, mixed_sample=half - 1.0).ragged_overhead(6) == 0.0, "a cycle that took less is noise"
     assert table(cost).ragged_overhead(6) == 0.0
+
+
+@pytest.mark.parametrize("num_measured", [1, 2, 3])
+def test_a_load_that_was_not_measured_costs_what_its_requests_and_rows_do(num_measured):
+    """In proportion to requests, four times as many rows would seem nearly free."""
+    cost = Cost(row=0.01, request=0.01 if num_measured == 1 else 0.02)  # one load tells of rows alone
+    verify = np.array([[cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
+    measured = slice(0, num_measured)
+    found = extrapolate(verify[measured], LOADS.tolist(), WIDTHS)
+    assert found == pytest.approx(verify)
+    draft = np.array([[cost.draft_for(int(n), slots) for slots in (3, DEPTH)] for n in LOADS])
+    assert (extrapolate(draft[measured], LOADS.tolist(), ints(4, 8))[measured] == draft[measured]).all()
+
+
+def test_unequal_lengths_cost_as_much_at_a_load_that_was_not_measured():
+    half = np.array([Cost(ragged_overhead=0.3).cycle(np.where(np.arange(n) % 2, 0, DEPTH)) for n in (1, 2)])
+    assert table(mixed_sample=half).ragged_overhead(64) == pytest.approx(0.3)
 
 
 def test_a_peak_of_the_measurement_is_noise():

@@ -199,7 +199,7 @@ class CostTable:
         context: committed tokens per request in the measurement.
         sizes: rows that a verify is padded to, ascending. Empty: it is not, or to whole requests.
         mixed_sample: seconds of a cycle in which every other request, the first included, has a whole block
-            and the rest verify nothing. [L]
+            and the rest verify nothing. [L], or of the first loads.
         tries: served cycles that each load's measurement counts for. [L]
         draft_slots: drafted slots per block that were measured, ascending. [D] None: whole blocks alone.
     """
@@ -237,16 +237,12 @@ class CostTable:
         of_entries = of_loads.repeat(num_lens), of_loads.repeat(num_widths), of_loads, [KNOWN]
         self._tries = np.concatenate(of_entries)
         self._recent: deque[tuple[np.ndarray, float]] = deque(maxlen=2 * _NEIGHBOURS + 1)
-        self.context, self._sizes, samples = (
-            context,
-            np.asarray(sizes),
-            np.broadcast_to(mixed_sample, num_loads),
-        )
+        self.context, self._sizes = context, np.asarray(sizes)
         self._weights_at_context = functools.lru_cache(maxsize=1024)(self._compute_weights)
-        for i, n in enumerate(self.loads):
+        for i, (n, sample) in enumerate(zip(self.loads, np.atleast_1d(mixed_sample), strict=False)):
             whole = (n + 1) // 2
             of_rows = self.verify(n)[whole * (self.verify_lens[-1] - 1)] + self.draft(n)[whole]
-            self._ragged_overhead[i] = max(0.0, samples[i] - of_rows)
+            self._ragged_overhead[i:] = max(0.0, sample - of_rows)
 
     def _at(self, requests: np.ndarray | int, table: np.ndarray) -> np.ndarray:
         """Read a table [L, ..] between loads. Beyond the last load time grows in proportion."""

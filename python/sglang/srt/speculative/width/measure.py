@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_lora, get_observability
 
@@ -164,10 +165,6 @@ def _measure(
     cycles = [*((verify_len - 1,) for verify_len in verify_lens), (longest, 0)]
     seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
     measured = len(seconds)
-    # A load that was left out begins as the largest one measured, in proportion.
-    factors = (np.array(loads) / loads[measured - 1])[measured:, None]
-    seconds = np.concatenate((seconds, factors * seconds[-1]))
-    drafts = np.concatenate((drafts, factors * drafts[-1]))
     tries = np.zeros(len(loads))
     tries[:measured] = KNOWN * is_steady
     drafted = np.array(verify_lens) - 1
@@ -187,8 +184,8 @@ def _measure(
     costs = CostTable(
         loads=np.array(loads),
         verify_lens=np.array(verify_lens),
-        verify=verify,
-        draft=draft,
+        verify=extrapolate(verify, loads, np.array(verify_lens)),
+        draft=extrapolate(draft, loads, np.array(draft_slots) + 1),
         padded=not sizes and bool(captured_sizes(timer.runner)),
         seconds_per_context_token=per_context_token,
         context=context,
@@ -211,6 +208,28 @@ def _measure(
         [round(1e3 * costs.ragged_overhead(n), 2) for n in loads[:measured]],
     )
     return costs
+
+
+def extrapolate(seconds: np.ndarray, loads: list[int], slots: np.ndarray) -> np.ndarray:
+    """Append seconds of loads that were not measured.
+
+    A forward takes a + b n + c r seconds for n requests of r rows in all. The two largest loads measured give
+    a, b and c, none of which is negative. One load cannot tell b from a: b is then 0.
+
+    Args:
+        seconds: of the first loads. [M, W]
+        loads: numbers of requests, ascending. [L]
+        slots: rows of each request. [W]
+
+    Returns:
+        Seconds of all loads. [L, W]
+    """
+    terms = np.array([[(1, n, n * rows) for rows in slots] for n in loads], dtype=float)
+    terms[:, :, 1] *= len(seconds) > 1
+    largest = slice(max(len(seconds) - 2, 0), len(seconds))
+    known = seconds[largest].reshape(-1, 1)
+    factors, _ = nnls(terms[largest].reshape(-1, 3) / known, np.ones(len(known)))
+    return np.concatenate((seconds, terms[len(seconds) :] @ factors))
 
 
 def _draft_widths(worker: Any, verify_lens: tuple[int, ...]) -> list[int]:
