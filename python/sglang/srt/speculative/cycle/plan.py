@@ -35,7 +35,7 @@ class CycleWork(NamedTuple):
     drafted_for: int  # requests that the draft serves
     is_ragged: bool = False  # whether requests verify different numbers
     extra_context: int = 0  # committed tokens of all requests beyond those that start-up measured with
-    draft_width: int = -1  # index of the measured widths of draft blocks
+    draft_slots: int | None = None  # drafted slots of each block. None: all
 
 
 class CyclePlan(NamedTuple):

@@ -159,13 +159,11 @@ class AdaptiveLengths:
         )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
         work = self.chooser.work(choice, extra_context)
-        widths = self.chooser.costs.draft_slots
-        draft_slots = int(widths[choice.draft_width]) if choice.draft_width < -1 else None
         plan = plan._replace(
             draws=draws,
             caps=caps,
             matches=matches,
-            draft_slots=draft_slots,
+            draft_slots=choice.draft_slots,
             requests=requests,
             work=work,
         )
@@ -233,16 +231,16 @@ class AdaptiveLengths:
                 choice.lengths,
                 choice.copies,
                 np.full(n, choice.num_cycles),
-                np.full(n, choice.draft_width),
+                np.full(n, choice.draft_slots or 0),
             )
             sent = torch.from_numpy(np.stack(rows).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
-            lengths, copies, (num_cycles, *_), (draft_width, *_) = sent.tolist()
+            lengths, copies, (num_cycles, *_), (draft_slots, *_) = sent.tolist()
             choice = choice._replace(
                 lengths=np.array(lengths),
                 copies=np.array(copies) > 0,
                 num_cycles=num_cycles,
-                draft_width=draft_width,
+                draft_slots=draft_slots or None,
             )
         return choice
 

@@ -271,14 +271,15 @@ class CostTable:
         sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
         return np.maximum(self._sizes[sufficient] - num_requests, drafted)
 
-    def draft(self, num_requests: int, width: int = -1) -> np.ndarray:
-        """Return the seconds of drafting for 0 .. n requests. [n + 1]
-
-        `width` is an index of `draft_slots`.
-        """
-        seconds = self._at(np.arange(num_requests + 1), self._draft[:, width])
+    def draft(self, num_requests: int, draft_slots: int | None = None) -> np.ndarray:
+        """Return the seconds of drafting for 0 .. n requests, in blocks of a measured width. [n + 1]"""
+        seconds = self._at(np.arange(num_requests + 1), self._draft[:, self._column(draft_slots)])
         seconds[0] = 0.0
         return seconds
+
+    def _column(self, draft_slots: int | None) -> int:
+        """Return the index of a width of draft blocks in `draft_slots`."""
+        return -1 if draft_slots is None else int(np.searchsorted(self.draft_slots, draft_slots))
 
     def ragged_overhead(self, num_requests: int) -> float:
         """Return the further seconds of a cycle whose lengths differ."""
@@ -300,7 +301,7 @@ class CostTable:
         by_load, drafts = self._at(n, loads), self._at(work.drafted_for, loads) * (work.drafted_for > 0)
         by_length = _read(lengths, np.interp(row, n * (self.verify_lens - 1), np.arange(len(lengths))))
         verify = np.outer(by_load, by_length).ravel()
-        drafts = np.outer(drafts, widths[work.draft_width]).ravel()
+        drafts = np.outer(drafts, widths[self._column(work.draft_slots)]).ravel()
         return np.concatenate((verify, drafts, by_load * work.is_ragged, [0.0]))
 
     def expected(self, work: CycleWork) -> float:

@@ -83,7 +83,7 @@ class Choice(NamedTuple):
     tokens: float  # committed by the cycle, of all requests
     seconds: float
     num_cycles: int = 1  # of an unchanged batch that it is for
-    draft_width: int = -1  # of the draft's blocks, an index of `CostTable.draft_slots`
+    draft_slots: int | None = None  # of each block. None: all
 
 
 class LengthChooser:
@@ -155,9 +155,9 @@ class LengthChooser:
         if matches.any():
             copied = np.where(is_allowed, self.copies.prefix_accept_probs(modes, matches), 0.0)
         worth, choices = copied.sum(axis=1), []
-        for width in range(-1, -1 - len(self.costs.draft_slots), -1):
-            draft = self.costs.draft(n, width)
-            drafted = self.drafts.prefix_accept_probs(requests.rows, modes, is_narrow=width < -1)
+        for draft_slots in (None, *self.costs.draft_slots[:-1].tolist()):
+            draft, is_narrow = self.costs.draft(n, draft_slots), draft_slots is not None
+            drafted = self.drafts.prefix_accept_probs(requests.rows, modes, is_narrow)
             drafted = np.where(is_allowed, drafted, 0.0)
             # What the draft of a request costs, in tokens of a cycle at this price.
             price = draft[-1] / verify[0] if self._skips_draft else 0.0
@@ -170,7 +170,9 @@ class LengthChooser:
                 ragged_overhead=ragged_overhead,
             )
             copies &= lengths > 0
-            choices.append(Choice(lengths, copies=copies, tokens=tokens, seconds=seconds, draft_width=width))
+            choices.append(
+                Choice(lengths, copies=copies, tokens=tokens, seconds=seconds, draft_slots=draft_slots)
+            )
             if copies.any():  # a copy fills a whole block, and so does the draft beside it
                 return choices[:1]
         return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
@@ -187,7 +189,7 @@ class LengthChooser:
             drafted_for=int(is_drafted.sum()),
             is_ragged=is_ragged,
             extra_context=extra_context,
-            draft_width=choice.draft_width,
+            draft_slots=choice.draft_slots,
         )
 
     def _probe(
@@ -205,7 +207,7 @@ class LengthChooser:
         widest = np.where(is_short, caps, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        whole = choice._replace(num_cycles=1, draft_width=-1)
+        whole = choice._replace(num_cycles=1, draft_slots=None)
         kinds = [whole._replace(lengths=wider), whole._replace(lengths=narrowest, tokens=n), *others]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
         is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)
@@ -231,4 +233,4 @@ class LengthChooser:
         """Return whether two choices verify other rows, or draft blocks of other widths."""
         if (one.lengths != other.lengths).any():
             return True
-        return one.draft_width != other.draft_width and self.work(one).drafted_for > 0
+        return one.draft_slots != other.draft_slots and self.work(one).drafted_for > 0
