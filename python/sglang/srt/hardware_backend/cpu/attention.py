@@ -223,7 +223,7 @@ class TorchNativeSpecAttnBackend(AnyRowsBackend, TorchNativeAttnBackend):
             slots = segment.window_slots if keeps_window else segment.slots
             attended = self._attend(
                 segment,
-                q=q[segment.rows].view(segment.bs, segment.width, *q.shape[1:]),
+                q=_select(q, segment.rows).view(segment.bs, segment.width, *q.shape[1:]),
                 keys=_gather(keys, slots, segment, q.dtype),
                 values=_gather(values, slots, segment, q.dtype),
                 layer=layer,
@@ -235,7 +235,10 @@ class TorchNativeSpecAttnBackend(AnyRowsBackend, TorchNativeAttnBackend):
         # A forward may end in padding rows.
         output = q.new_zeros(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         for rows, attended in outputs:
-            output[rows] = attended
+            if isinstance(rows, slice):
+                output[rows] = attended
+            else:
+                output.index_copy_(0, rows, attended)
         return output.flatten(1)
 
     forward_extend = forward_decode = attend
@@ -325,6 +328,10 @@ def _gather(
     buffer: torch.Tensor, slots: slice | torch.Tensor, segment: _Segment, dtype: torch.dtype
 ) -> torch.Tensor:
     """Gather pool rows [slots, heads, dim] of each request, as [bs, heads, longest, dim]."""
+    return _select(buffer, slots).to(dtype).view(segment.bs, -1, *buffer.shape[1:]).transpose(1, 2)
+
+
+def _select(table: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Return rows of a table, without a copy if they lie side by side."""
     # index_select copies whole rows; indexing with a tensor is several times slower on a CPU.
-    rows = buffer[slots] if isinstance(slots, slice) else buffer.index_select(0, slots)
-    return rows.to(dtype).view(segment.bs, -1, *buffer.shape[1:]).transpose(1, 2)
+    return table[rows] if isinstance(rows, slice) else table.index_select(0, rows)
