@@ -396,7 +396,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--requests-per-slot",
         type=int,
-        default=2,
+        default=4,
         help=f"requests of a run, per request in flight; at least {LEAST_REQUESTS} in all",
     )
     parser.add_argument("--max-new-tokens", type=int, help="default: 256, 128 for held-out text")
