@@ -362,7 +362,7 @@ def test_modes():
 
 def test_ranks_take_what_rank_0_chose(monkeypatch):
     """A rank other than 0 does not choose, and has no expectations to log."""
-    broadcasts, chosen = [], [[3, 3], [0, 1], [0, 0], [-1, -1]]
+    broadcasts, chosen = [], [[3, 3], [0, 1], [0, 0], [0, 0]]
 
     def broadcast(values, src, group):
         broadcasts.append((src, group))
@@ -377,7 +377,7 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     width.on_launched(plan)
     assert width.report()["measured_over_expected_time"] is None
     # If rank 0 chooses for several cycles, all ranks run them without asking.
-    chosen[:] = [[0, 0], [0, 0], [3, 3], [-1, -1]]
+    chosen[:] = [[0, 0], [0, 0], [3, 3], [0, 0]]
     next_batch = batch_of(request(2), request(3))
     plans = [choose(width, next_batch) for _ in range(4)]
     assert [plan.verify_len for plan in plans] == [1] * 4 and len(broadcasts) == 3
