@@ -20,7 +20,7 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_kinds import find_mask_token
 from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
-from sglang_dflash.srt.models.loading import load_checkpoint
+from sglang_dflash.srt.models.loading import check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import RowCheck
 
 
@@ -68,7 +68,6 @@ class BlockDraftModel(nn.Module):
         # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
         self.row_checks: list[RowCheck] = []
         self.was_loaded = False  # by the checkpoint: what comes then is an update
-        self.takes_parts = False  # a weight update may bring some of the tensors
         self.borrowed: tuple[Any, Any] = (None, None)
         self._fp8_head: Fp8Head | None = None
         # Forwards of this number of requests or more end before the head. The head then multiplies the rows
@@ -203,8 +202,5 @@ class BlockDraftModel(nn.Module):
         return None if self.draft.sliding_window is None else self.draft.tokens_before_window_start
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor.
-
-        After an update `renew_copies` must follow.
-        """
-        return load_checkpoint(self, weights)
+        """Load a checkpoint; raise ValueError naming every missing, unknown or misshapen tensor."""
+        return load_tensors(self, check_tensors(self, weights))

@@ -6,7 +6,7 @@ Packed modules are dequantized.
 import copy
 import logging
 from collections.abc import Container, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,16 +28,26 @@ from sglang_dflash.srt.models.quantized_linear import SHARDS, RowCheck, row_chec
 logger = logging.getLogger(__name__)
 
 
-def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[Any, ExaminedTensors]:
+class CheckedTensors(NamedTuple):
+    """Tensors that fit a draft, by our names, and its config in the file's sizes."""
+
+    config: Any
+    tensors: dict[str, torch.Tensor]
+    found: ExaminedTensors  # what `examine_tensors` says of them
+
+
+def check_tensors(
+    model: Any, weights: Iterable[tuple[str, torch.Tensor]], is_update: bool = False
+) -> CheckedTensors:
     """Raise ValueError with all problems of a checkpoint, or of a weight update.
 
-    Returns:
-        The config with the file's sizes, and the tensors as a dense checkpoint would have them.
+    An update may bring some of the tensors, and plain weights for modules that the checkpoint had quantized.
     """
+    named = list(weights)
     config = copy.copy(model.config)  # as the file has it: on a CPU SGLang rounds up the width of the MLP
     config.intermediate_size = getattr(config, "original_intermediate_size", config.intermediate_size)
     stored = ((name, StoredTensor.from_tensor(tensor)) for name, tensor in named)
-    found = examine_tensors(config, model.draft, stored, is_update=model.takes_parts)
+    found = examine_tensors(config, model.draft, stored, is_update=is_update)
     # SGLang's loaders cut or pad a tensor of another size instead of refusing it.
     problems = found.problems or _late_modules(model, found.shapes)
     if model.was_loaded and not problems:
@@ -46,18 +56,16 @@ def check_checkpoint(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> t
         problems = d2t_problems(found.maps["d2t"], model.draft)
     if problems:
         raise ValueError("DFLASH draft weights do not match its config:\n  - " + "\n  - ".join(problems))
-    return config, found
+    return CheckedTensors(config, {canonical_name(name): tensor for name, tensor in named}, found)
 
 
-def load_checkpoint(model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Load a checkpoint, or raise ValueError with all problems; return parameter names.
+def load_tensors(model: Any, checked: CheckedTensors) -> set[str]:
+    """Load checked tensors, and return the names of the model's parameters.
 
-    A weight update may bring parts of it, and plain weights for modules that the checkpoint had quantized.
-    `model.row_checks` then compares quantized modules, as they were loaded, with the file.
+    `model.row_checks` then compares quantized modules, as they were loaded, with the file. After an update
+    `model.renew_copies` must follow.
     """
-    named = list(weights)
-    tensors = {canonical_name(name): tensor for name, tensor in named}
-    config, found = check_checkpoint(model, named)
+    config, tensors, found = checked
     missing_width = model.config.intermediate_size - config.intermediate_size
     _take_vocabulary_mapping(model, found.maps.get("d2t"))
     if found.unknown:

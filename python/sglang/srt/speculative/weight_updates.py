@@ -30,7 +30,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
 )
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
-from sglang_dflash.srt.models.loading import check_checkpoint
+from sglang_dflash.srt.models.loading import check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import model_layer
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ Weights = Iterable[tuple[str, Any]]
 
 
 def is_draft(config: dict[str, Any]) -> bool:
-    """Tell whether a config.json is a draft's."""
+    """Return whether a config.json is a draft's."""
     architectures = config.get("architectures") or [""]
     is_named = "DraftModel" in architectures[0] or architectures[0] in FLAT_PEAGLE_ARCHITECTURES
     return is_speculators_config(config) or "dflash_config" in config or is_named
@@ -62,7 +62,7 @@ def format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class Names:
+class TensorOwner:
     """Tells a draft's tensors from its target's by their names, for the selector "all".
 
     A trainer sends a target's tensors as Hugging Face names them: `model.layers.0...`, `lm_head.weight`. A
@@ -77,8 +77,8 @@ class Names:
         paths = [name.split(".") for name, _ in target.named_modules()]
         self._of_target = {".".join(path[start:]) for path in paths for start in range(len(path))}
 
-    def are_drafts(self, name: str) -> bool:
-        """Tell whether a tensor is the draft's. Raises ValueError if both models have its name."""
+    def is_drafts(self, name: str) -> bool:
+        """Return whether a tensor is the draft's. Raises ValueError if both models have its name."""
         module = _module(canonical_name(name))
         if name.startswith("model.") or module not in self._of_draft:
             return False
@@ -113,7 +113,9 @@ def without_prefix(name: str) -> str:
     return name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
 
 
-def check_tensors(sent: Weights, expected: dict[str, StoredTensor], key: Callable[[str], str] = str) -> None:
+def compare_tensors(
+    sent: Weights, expected: dict[str, StoredTensor], key: Callable[[str], str] = str
+) -> None:
     """Raise ValueError naming each tensor of unknown name, other shape or other dtype."""
     problems = []
     for name, tensor in sent:
@@ -130,10 +132,8 @@ def check_tensors(sent: Weights, expected: dict[str, StoredTensor], key: Callabl
 
 def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     """Give both runners an updater that takes their own tensors."""
-    names = Names(draft_runner.model, target_runner.model)
-    model = draft_runner.model
-    draft_runner.weight_updater = RoutedUpdater(draft_runner, model, names)
-    target_runner.weight_updater = RoutedUpdater(target_runner, model, names, draft_runner.weight_updater)
+    draft_runner.weight_updater = drafts = RoutedUpdater(draft_runner, draft_runner.model)
+    target_runner.weight_updater = RoutedUpdater(target_runner, draft_runner.model, drafts)
 
 
 class RoutedUpdater:
@@ -142,33 +142,30 @@ class RoutedUpdater:
     Args:
         runner: SGLang's, of the target or the draft.
         draft: the draft's model.
-        names: tell whose a tensor is.
-        drafts_updater: for the target's: the draft's, which checks its tensors before an update is written.
+        drafts: for the target's: the draft's updater, which checks its tensors before an update is written.
 
     Attributes:
-        selector: of the update that comes: "target", "draft" or "all". SGLang does not pass it on.
+        selector: of the update: "target", "draft" or "all". SGLang does not pass it on.
     """
 
-    def __init__(self, runner: Any, draft: Any, names: Names, drafts_updater: "RoutedUpdater | None" = None):
+    def __init__(self, runner: Any, draft: Any, drafts: "RoutedUpdater | None" = None):
         self._updater, self._model_config = runner.weight_updater, runner.model_config
-        self._started_with = self._model_config.model_path, self._model_config.revision
-        self._model, self._draft, self._names = runner.model, draft, names
-        self._drafts_updater, self._of_draft = drafts_updater, runner.model is draft
-        self._kind = "draft" if self._of_draft else "target"
+        self._model, self._draft, self._drafts = runner.model, draft, drafts
+        self._kind = "draft" if drafts is None else "target"
+        config = self._model_config
+        # Read when first needed, from the files that the server started with.
+        self._stored = functools.cache(functools.partial(stored_tensors, config.model_path, config.revision))
+        self._owner = TensorOwner(draft, self._model)
         self.selector = "all"
-        self._selector = "all"  # of the update that runs
+        self._is_whole = False  # a draft must get all its tensors
+        self._checked: Any = None  # the draft's part of an update of both, which the target's updater checks
         self._problem = ""  # of some rank, once all ranks know it
         self._has_written = False
-        self._load_weights = self._model.load_weights
+        load = self._model.load_weights
+        self._load_weights = functools.partial(load_tensors, draft) if drafts is None else load
         self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
 
-    @functools.cached_property
-    def _stored_tensors(self) -> dict[str, StoredTensor] | None:
-        return stored_tensors(*self._started_with)
-
     def __getattr__(self, name: str) -> Any:
-        if name == "_updater":  # a lookup before __init__ would recurse
-            raise AttributeError(name)
         return getattr(self._updater, name)
 
     # -- SGLang's interface
@@ -176,12 +173,12 @@ class RoutedUpdater:
     def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """Load a checkpoint of this runner's kind, which must be whole."""
         # Trainers write the target's weights into bare folders, without a config.json.
-        config = read_config(model_path, None)
-        if (config is not None and is_draft(config)) != self._of_draft:
+        if is_draft(read_config(model_path, None) or {}) != (self._drafts is None):
             return True, "Succeeded to update model weights."  # it is the other model's
         before, load = self._model_config.model_path, self._updater.update_weights_from_disk
-        update = functools.partial(load, model_path, *args, **kwargs)
-        is_done, message = self._update(update, self._kind, is_whole=True)
+        self.selector, self._is_whole = self._kind, True
+        is_done, message = self._update(lambda: load(model_path, *args, **kwargs))
+        self._is_whole = False
         if is_done:
             return True, message
         self._model_config.model_path = before
@@ -207,7 +204,6 @@ class RoutedUpdater:
 
     def receive_weights_from_distributed(self, **options: Any) -> Any:
         """Receive tensors, for `load_weights_from_distributed` of both runners."""
-        self._problem = ""
         return self._on_all_ranks(lambda: self._updater.receive_weights_from_distributed(**options))
 
     def load_weights_from_distributed(self, named_tensors: Weights) -> tuple[bool, str]:
@@ -215,41 +211,33 @@ class RoutedUpdater:
         return self._update(lambda: self._updater.load_weights_from_distributed(named_tensors))
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        """Load what the checkpoint engine sends. It sends it once, so the target reads it."""
-        if self._of_draft:
+        """Load tensors from the checkpoint engine, which sends them once, for the target."""
+        if self._drafts is None:
             return True, "The draft takes no weights from the checkpoint engine."
-        return self._update(lambda: self._updater.update_weights_from_ipc(recv_req), "target")
+        self.selector = "target"
+        return self._update(lambda: self._updater.update_weights_from_ipc(recv_req))
 
     def begin_weight_update(self) -> None:
         """Unpack quantized weights. Raises on all ranks if one fails."""
-        self._problem = ""
         self._on_all_ranks(self._updater.begin_weight_update)
 
     def end_weight_update(self, *, run_post_load: bool) -> None:
         """Pack quantized weights. Raises on all ranks if one fails."""
-        self._problem = ""
+        self._checked = None  # left over if the target's load failed
         self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
         self._draft.renew_copies()
 
     # -- an update
 
-    def _update(
-        self, update: Callable[[], tuple[bool, str]], selector: str | None = None, is_whole: bool = False
-    ) -> tuple[bool, str]:
-        """Run an update of SGLang's, and return its outcome, which is the same on all ranks.
-
-        `selector` replaces the update's own. If `is_whole`, a draft must get all its tensors.
-        """
+    def _update(self, update: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+        """Run an update of SGLang's, and return its outcome, which is the same on all ranks."""
         self._problem, self._has_written = "", False
-        self._selector, self._draft.takes_parts = selector or self.selector, not is_whole
         try:
             with hold_plain_weights(self._model):
                 is_done, message = update()
             problem = "" if is_done else message
         except Exception as error:  # a broken checkpoint can raise anything
             problem = format_error(error)
-        finally:
-            self._draft.takes_parts = False
         self._problem = self._problem or first_problem(problem)
         if self._has_written:
             self._draft.renew_copies()
@@ -278,31 +266,39 @@ class RoutedUpdater:
         self._has_written = True
         return self._on_all_ranks(lambda: self._load_weights(own))
 
-    def _own(self, weights: Weights, load_format: str | None = None) -> Weights:
-        """Return this model's tensors, checked.
+    def _own(self, weights: Weights, load_format: str | None = None) -> Any:
+        """Return this model's tensors, as `_check` does.
 
-        The target is the first to load, so it checks the draft's tensors too: both change or none.
+        Of an update of both models the target is the first to load. It checks the draft's tensors too, so
+        that both models change or none.
         """
-        own, drafts = list(weights), []
-        if self._selector == "all":
-            drafts = [(name, tensor) for name, tensor in own if self._names.are_drafts(name)]
-            own = drafts if self._of_draft else [pair for pair in own if not self._names.are_drafts(pair[0])]
-        self._check(own, load_format)
-        if drafts and self._drafts_updater is not None:
-            self._drafts_updater._check(drafts, load_format)
+        if self.selector != "all":
+            return self._check(list(weights), load_format)
+        if self._drafts is None:
+            checked, self._checked = self._checked, None
+            return checked
+        own, drafts = [], []
+        for name, tensor in weights:
+            (drafts if self._owner.is_drafts(name) else own).append((name, tensor))
+        own = self._check(own, load_format)
+        self._drafts._checked = self._drafts._check(drafts, load_format)
         return own
 
-    def _check(self, own: Weights, load_format: str | None) -> None:
-        """Raise ValueError for tensors that do not fit the checkpoint, or the model's parameters."""
+    def _check(self, own: list[tuple[str, Any]], load_format: str | None) -> Any:
+        """Return this model's tensors if they fit the checkpoint, or the model's parameters.
+
+        Raises ValueError if they do not. The draft's are `CheckedTensors` unless there is a load format.
+        """
         if load_format == "direct":
             parameters = self._model.named_parameters()
-            check_tensors(own, {name: StoredTensor.from_tensor(parameter) for name, parameter in parameters})
+            compare_tensors(own, {name: StoredTensor.from_tensor(one) for name, one in parameters})
         elif load_format is not None:
             pass  # a loader of the user's own, which may take other names
-        elif self._of_draft:
-            check_checkpoint(self._draft, own)
-        elif self._stored_tensors is not None:
-            check_tensors(own, self._stored_tensors, without_prefix)
+        elif self._drafts is None:
+            return check_tensors(self._draft, own, is_update=not self._is_whole)
+        elif (stored := self._stored()) is not None:
+            compare_tensors(own, stored, without_prefix)
+        return own
 
 
 def _answering_errors(name: str) -> Callable[[Any, Any], Any]:

@@ -37,6 +37,7 @@ from support.weight_updates import (
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
+from sglang_dflash.srt.models.loading import check_tensors, load_tensors
 from sglang_dflash.srt.speculative.weight_updates import without_prefix
 
 WAYS = ("tensors", "bucket", "distributed")
@@ -205,8 +206,7 @@ def test_a_width_that_sglang_rounds_up(tmp_path):
     weights = random_weights(BASE, 2)
     width = {"intermediate_size": 96, "original_intermediate_size": BASE["intermediate_size"]}
     draft = build(DFlashDraftModel, read_config(BASE | width, tmp_path), iter(weights.items()))
-    draft.takes_parts = True
-    draft.load_weights([(DOWN, weights[DOWN] + 1)])
+    load_tensors(draft, check_tensors(draft, [(DOWN, weights[DOWN] + 1)], is_update=True))
     weight = draft.layers[1].mlp.down_proj.weight
     assert torch.equal(weight[:, :80], weights[DOWN] + 1) and not weight[:, 80:].any()
 
