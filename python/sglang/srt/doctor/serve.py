@@ -36,7 +36,7 @@ _KV_BYTES = {"auto": 0, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass
-class Answer:
+class ServeReport:
     """The outcome of a server's start.
 
     Attributes:
@@ -77,7 +77,7 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def examine(arguments: Sequence[str], is_hopper: bool = False) -> Answer:
+def examine(arguments: Sequence[str], is_hopper: bool = False) -> ServeReport:
     """Find out what would become of a server with these arguments.
 
     Call it once in a process, which holds one server's configuration afterwards.
@@ -96,14 +96,14 @@ def examine(arguments: Sequence[str], is_hopper: bool = False) -> Answer:
         try:
             server_args = _resolve(arguments)
         except SystemExit as end:  # SGLang's parser has said why
-            return Answer(REFUSED, because=(f"the flags cannot be read (exit status {end.code})",))
+            return ServeReport(REFUSED, because=(f"the flags cannot be read (exit status {end.code})",))
         except Exception as error:  # any of them ends the start of a server
-            return Answer(REFUSED, because=(str(error) or type(error).__name__,), log=_lines(log))
+            return ServeReport(REFUSED, because=(str(error) or type(error).__name__,), log=_lines(log))
         args = resolved_view(server_args)
         if str(args.speculative_algorithm).upper() != "DFLASH":
             raise BadInput(f"--serve: DFLASH is not requested, but {args.speculative_algorithm}")
         decision = Implementation.from_server_args(server_args)
-        return Answer(
+        return ServeReport(
             BUILT_IN if decision.is_builtin else OURS,
             device=f"{args.device}, a Hopper GPU that this machine lacks" if is_hopper else args.device,
             because=decision.because,

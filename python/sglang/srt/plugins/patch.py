@@ -67,11 +67,11 @@ class Patch:
         return [name for name in (self.signature or "").strip("()").split(", ") if name]
 
     def is_needed_on(self, version: str) -> bool:
-        """Tell whether this release of SGLang needs the patch."""
+        """Return whether this release of SGLang needs the patch."""
         return self.until is None or release_numbers(version) < release_numbers(self.until)
 
     def accepts(self, parameters: list[str]) -> bool:
-        """Tell whether a target with these parameters is the one that the patch was written for."""
+        """Return whether the patch was written for a target with these parameters."""
         if self.is_class:
             return set(self.parameters) <= set(parameters)
         return self.signature is None or self.parameters == parameters
@@ -130,7 +130,7 @@ def installed_version() -> str:
 
 
 def is_main_process() -> bool:
-    """Tell whether no other process started this one. What a user reads once is logged there."""
+    """Return whether no other process started this one. Messages for users are logged there."""
     return multiprocessing.parent_process() is None
 
 

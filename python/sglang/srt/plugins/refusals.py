@@ -1,7 +1,7 @@
 """Starts that end: with the message alone, and where the plugin's own activation failed.
 
 SGLang's loader logs a plugin that fails and goes on. A server that asks for DFLASH would then run without us.
-This file imports nothing that may be what failed.
+This file imports no module whose import may have failed.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version, i
 
 logger = logging.getLogger(__name__)
 
-# Names that a server asks for our DFLASH by.
+# Values of --speculative-algorithm that mean our DFLASH.
 ALGORITHMS = ("DFLASH", "PEAGLE")
 # Steps of SGLang's argument pipeline that name the algorithm: the first of all, and speculation's own.
 STEPS = ("handle_deprecated_dp_attention", "handle_speculative_decoding")
@@ -46,7 +46,7 @@ def refusing() -> Iterator[None]:
 
 
 def fail_activation(error: Exception) -> None:
-    """Say why the plugin is off, and let a server that asks for DFLASH end with this reason.
+    """Log why the plugin is off, and refuse DFLASH with this reason from then on.
 
     Raises:
         SystemExit: The command line asks for DFLASH, and SGLang has no step of arguments to refuse it in.

@@ -175,7 +175,7 @@ def _integers(value: Any) -> Iterator[int]:
             yield from _integers(nested)
 
 
-class Refused(SamplingParams):
+class RefusedParams(SamplingParams):
     """Sampling parameters of a refused request, which SGLang still runs through one forward.
 
     `problem` is the message of the request's HTTP 400.
@@ -207,7 +207,7 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
 
 
 def _problem(req: Any) -> str | None:
-    if isinstance(req.sampling_params, Refused):
+    if isinstance(req.sampling_params, RefusedParams):
         return req.sampling_params.problem
     if req.custom_logit_processor is not None:
         try:
@@ -298,7 +298,7 @@ def _unsupported(request: Any) -> list[str]:
 
 def _make_harmless(request: Any, problem: str) -> None:
     """Let nothing of a refused request reach a forward."""
-    request.sampling_params = Refused(
+    request.sampling_params = RefusedParams(
         problem=problem, max_new_tokens=1, top_k=1, stop_strs=[], stop_regex_strs=[], is_normalized=True
     )
     request.custom_logit_processor = request.token_ids_logprob = None

@@ -36,7 +36,7 @@ _MOST_UNREAD_CHECKS = 8
 
 
 def accepts_bounds(backend: Any) -> bool:
-    """Tell whether a backend plans with upper bounds of lengths, or with none."""
+    """Return whether a backend plans with upper bounds of lengths, or without lengths."""
     if not getattr(backend, "needs_cpu_seq_lens", True):
         return True
     parts = getattr(backend, "full_attn_backend", None), getattr(backend, "linear_attn_backend", None)
@@ -46,7 +46,7 @@ def accepts_bounds(backend: Any) -> bool:
 
 
 def plans_blocks(backend: Any) -> bool:
-    """Tell whether the plans of a backend's CUDA graphs are made here."""
+    """Return whether the plans of a backend's CUDA graphs are made here."""
     if not DFlashOptions.PLANS_WITHIN_BOUNDS.get():
         return False
     backend = getattr(backend, "full_attn_backend", backend)
@@ -202,7 +202,7 @@ class FlashInferBlockPlan:
         self._bs = wrapper._fixed_batch_size
         self._counts = [num_queries] * self._bs
         self._queries_host = torch.arange(0, self._bs + 1, dtype=torch.int32) * num_queries
-        # FlashInfer reads them before its plan returns, so every plan may use the same memory.
+        # FlashInfer reads these arrays before its plan returns, so every plan may use the same memory.
         self._lengths_host = np.zeros(self._bs, dtype=np.int32)
         self._offsets_host = np.zeros(self._bs + 1, dtype=np.int32)
         self._keys_host = torch.from_numpy(self._offsets_host), torch.from_numpy(self._lengths_host)

@@ -126,8 +126,8 @@ class CopySource:
     Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also
     writes context, and runs every time.
 
-    Matches are looked up in plain cycles too. Compared with the tokens that the target then emits, they show
-    what copies are worth while nothing is verified.
+    Matches are looked up in anchor-only cycles too. A comparison with the target's next tokens then shows
+    what copies are worth, although none is verified.
 
     Args:
         block_size: B.
