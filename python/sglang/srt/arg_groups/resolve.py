@@ -133,7 +133,8 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     draft_backend = CPU_ATTENTION_BACKEND
     if args.device != "cpu":
         draft_backend = choose_draft_attention(args, prefill_backend, draft, target_config)
-    draft.check_arguments(block_size, args.speculative_draft_window_size)
+    if draft.shifts_request_table and args.speculative_draft_window_size is not None:
+        raise ValueError(f"{draft.kind} does not support --speculative-draft-window-size.")
     adjusted = _adjust_to_recurrent_target(args, target_config, block_size) if is_recurrent else {}
     if args.enable_mixed_chunk and args.disable_radix_cache and (args.page_size or 1) > 1:
         # docs/dev/upstream/prefill-chunks.md

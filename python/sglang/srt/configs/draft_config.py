@@ -5,7 +5,6 @@ Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers`
 by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -24,8 +23,6 @@ from sglang_dflash.srt.configs.fields import (
     short_repr,
 )
 from sglang_dflash.srt.configs.unsupported import variant_findings
-
-logger = logging.getLogger(__name__)
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -276,20 +273,6 @@ class DFlashDraftConfig(StrictModel):
     def num_drafting_rows(self) -> int:
         """Rows of a full block that draft a token."""
         return self.block_size - self.num_idle_rows
-
-    def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Warn of a longer block than the trained one; raise ValueError for what cannot run.
-
-        `block_size` counts the anchor; `window` is in tokens.
-        """
-        if block_size - 1 > self.num_drafting_rows:
-            logger.warning(
-                "DFLASH: %d tokens are to be drafted per step, but the draft was trained for %d: seldom more "
-                "are accepted, maybe fewer. sglang_dflash.doctor --num-draft-tokens %d measures it.",
-                block_size - 1,
-                self.num_drafting_rows,
-                block_size,
-            )
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         """Return the tensors a checkpoint must hold and their shapes, the vocabulary's aside.

@@ -141,12 +141,6 @@ class PEagleDraftConfig(DFlashDraftConfig):
         """Return True: every row sees only the rows before it."""
         return True
 
-    def check_arguments(self, block_size: int, window: int | None) -> None:
-        """Refuse a draft window too."""
-        super().check_arguments(block_size, window)
-        if window is not None:
-            raise ValueError("P-EAGLE does not support --speculative-draft-window-size.")
-
     def required_tensors(self, hf_config: Any) -> Shapes:
         hidden, num_aux = self.hidden_size, len(self.target_layer_ids)
         shapes = super().required_tensors(hf_config) | {"mask_hidden": (1, 1, num_aux * hidden)}

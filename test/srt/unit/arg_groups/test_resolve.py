@@ -115,11 +115,11 @@ def test_what_is_told_at_the_start_is_told_once(tmp_path, caplog):
     resolve(record_of(changed_draft(changes, tmp_path), speculative_num_draft_tokens=16))
     [unread] = [text for text in caplog.messages if "not read" in text]
     assert unread.endswith("fields that are not read: loss_gamma, dflash_config.num_anchors.")
-    [longer] = [text for text in caplog.messages if "trained for 7" in text]
-    assert "15 tokens" in longer and "doctor --num-draft-tokens 16" in longer
+    [longer] = [text for text in caplog.messages if "trained with 8" in text]
+    assert "blocks of 16" in longer and "--num-draft-tokens 16" in longer
     caplog.clear()
     resolve(record_of(speculative_num_draft_tokens=8))
-    assert not [text for text in caplog.messages if "not read" in text or "trained for" in text]
+    assert not [text for text in caplog.messages if "not read" in text or "trained with" in text]
 
 
 def test_quantization_of_the_target_is_not_the_drafts(caplog):

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DFLASH2_DRAFT, DRAFT, TARGET
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, TARGET
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.configs.model_config_parser_registry import _MODEL_CONFIG_PARSER_REGISTRY as PARSERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config
+from support import records
 from support.checkpoint_fields import GOOD_PEAGLE
 from support.drafts import write_checkpoint
 from support.engine import build
@@ -135,12 +136,16 @@ def test_the_trained_number_is_the_default_and_a_ceiling(caplog):
     assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
     flags = SimpleNamespace(speculative_num_draft_tokens=None, speculative_dflash_block_size=None)
     assert choose_block_size(flags, draft) == 8
-    for block_size in (4, 8):
-        draft.check_arguments(block_size, window=None)
+    for flags.speculative_num_draft_tokens in (4, 8):
+        choose_block_size(flags, draft)
     assert not caplog.records
-    draft.check_arguments(12, window=None)
+    flags.speculative_num_draft_tokens = 12
+    choose_block_size(flags, draft)
     [record] = caplog.records
-    for words in ("11 tokens", "trained for 7", "--num-draft-tokens 12"):
+    for words in ("blocks of 12", "trained with 8", "--num-draft-tokens 12"):
         assert words in record.getMessage()
-    with pytest.raises(ValueError, match="--speculative-draft-window-size"):
-        draft.check_arguments(8, window=64)
+
+
+def test_a_window_of_peagles_draft_is_refused():
+    with pytest.raises(ValueError, match="P-EAGLE does not support --speculative-draft-window-size"):
+        records.resolve(records.record_of(PEAGLE_DRAFT, speculative_draft_window_size=64))
