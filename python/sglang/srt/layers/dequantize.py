@@ -16,7 +16,10 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """A module's tensors by the last part of their names, and the shape of its weight."""
+    """A module's tensors, by the last part of their names, and the shape of its weight.
+
+    `examine_tensors` has found no fault in them.
+    """
 
     name: str
     scheme: Scheme
@@ -25,12 +28,32 @@ class QuantizedModule:
     parts: Parts
 
     def dequantize(self, device: torch.device) -> torch.Tensor:
-        """Return the weight [rows, columns] in float32. Raises ValueError naming the tensor."""
+        """Return the weight [rows, columns] in float32.
+
+        Raises ValueError naming the tensor that holds values no writer means.
+        """
         parts = {name: tensor.to(device) for name, tensor in self.parts.items()}
-        try:
-            return dequantize(parts, self.scheme, self.rows, self.columns)
-        except ValueError as error:
-            raise ValueError(f"{self.name}.{error}") from error
+        scheme, shape = self.scheme, (self.rows, self.columns)
+        scale = _scale(parts, scheme)
+        order = parts.get("weight_g_idx") if scheme.has_order else None
+        if order is not None and (order.min() < 0 or order.max() >= scale.shape[-1]):
+            raise ValueError(f"{self.name}.weight_g_idx points outside its {scale.shape[-1]} groups")
+        if scheme.layout == "pack-quantized":
+            weight = _unpack_integers(parts["weight_packed"], scheme.bits, self.columns).float()
+        elif scheme.layout in ("int8", "fp8", "modelopt-fp8"):
+            weight = parts["weight"].float()
+            if wrong := int((~weight.isfinite()).sum()):
+                raise ValueError(f"{self.name}.weight holds {wrong} values that are not finite")
+        else:
+            halves = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
+            values = torch.tensor(_E2M1, dtype=torch.float32, device=halves.device)
+            weight = values[torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2).long()]
+        if not scheme.is_symmetric:
+            zero = parts["weight_zero_point"]
+            if scheme.layout == "pack-quantized":  # along rows, unlike the weight
+                zero = _unpack_integers(zero.t().contiguous(), scheme.bits, self.rows).t()
+            weight = weight - _spread(zero.float(), shape, scheme, order)
+        return weight * _spread(scale, shape, scheme, order)
 
 
 def take_quantized_modules(
@@ -46,45 +69,6 @@ def take_quantized_modules(
     return modules
 
 
-def dequantize(parts: Mapping[str, torch.Tensor], scheme: Scheme, rows: int, columns: int) -> torch.Tensor:
-    """Return the weight [rows, columns] in float32, on the device of its tensors.
-
-    `parts` holds the tensors of the module by the last part of their names, checked against `scheme.parts`.
-
-    Raises:
-        ValueError: values that no writer means.
-    """
-    shape, scale = (rows, columns), _scale(parts, scheme)
-    _check_finite(scheme.scale, scale)
-    order = parts.get("weight_g_idx") if scheme.has_order else None
-    if order is not None and (order.min() < 0 or order.max() >= scale.shape[-1]):
-        raise ValueError(f"weight_g_idx points outside its {scale.shape[-1]} groups")
-    if scheme.layout == "pack-quantized":
-        stored = tuple(parts["weight_shape"].tolist())
-        if stored != shape:
-            raise ValueError(f"weight_shape is {stored}, expected {shape}")
-        weight = _unpack_integers(parts["weight_packed"], scheme.bits, columns).float()
-    elif scheme.layout in ("int8", "fp8", "modelopt-fp8"):
-        weight = parts["weight"].float()
-        _check_finite("weight", weight)
-    else:
-        halves = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
-        values = torch.tensor(_E2M1, dtype=torch.float32, device=halves.device)
-        weight = values[torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2).long()]
-    if not scheme.is_symmetric:
-        zero = parts["weight_zero_point"]
-        if scheme.layout == "pack-quantized":  # along rows, unlike the weight
-            zero = _unpack_integers(zero.t().contiguous(), scheme.bits, rows).t()
-        weight = weight - _spread(zero.float(), shape, scheme, order)
-    return weight * _spread(scale, shape, scheme, order)
-
-
-def _check_finite(name: str, values: torch.Tensor) -> None:
-    wrong = int((~torch.isfinite(values)).sum())
-    if wrong:
-        raise ValueError(f"{name} holds {wrong} values that are not finite")
-
-
 def _scale(parts: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
     scale = parts[scheme.scale]
     if scheme.layout == "mxfp4":  # E8M0: an exponent alone
@@ -92,17 +76,10 @@ def _scale(parts: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
         return torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
     scale = scale.float()
     if scheme.layout == "nvfp4":
-        return scale / _global_scale(parts, "weight_global_scale")
+        return scale / parts["weight_global_scale"].float()
     if scheme.layout == "modelopt-nvfp4":
-        return scale * _global_scale(parts, "weight_scale_2")
+        return scale * parts["weight_scale_2"].float()
     return scale[:, 0, :, 0] if scale.ndim == 4 else scale  # ModelOpt's blocks [rows, 1, columns, 1]
-
-
-def _global_scale(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    scale = parts[name].float()
-    if not torch.isfinite(scale).all() or not (scale > 0).all():
-        raise ValueError(f"{name} is {scale.item()}, which must be positive and finite")
-    return scale
 
 
 def _unpack_integers(words: torch.Tensor, bits: int, width: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
 )
 from sglang_dflash.srt.configs.fields import short_repr
 from sglang_dflash.srt.layers.dequantize import take_quantized_modules
-from sglang_dflash.srt.models.quantized_linear import SHARDS, RowCheck, row_check
+from sglang_dflash.srt.models.quantized_linear import RowCheck, model_layer, row_check
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +113,11 @@ def load_tensors(model: Any, checked: CheckedTensors) -> set[str]:
 
 
 def _load(model: Any, name: str, tensor: torch.Tensor) -> None:
-    part = next((p for p in SHARDS if f".{p}." in name), None)
-    if part is not None:
-        fused, shard_id = SHARDS[part]
-        parameter = model.get_parameter(name.replace(part, fused))
-        parameter.weight_loader(parameter, tensor, shard_id)
-        return
-    parameter = model.get_parameter(name)
-    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+    module, _, part = name.rpartition(".")
+    layer, shard = model_layer(module)
+    parameter = model.get_parameter(f"{layer}.{part}" if layer else part)
+    load = getattr(parameter, "weight_loader", default_weight_loader)
+    load(parameter, tensor, *(() if shard is None else (shard,)))
 
 
 def _padded(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:

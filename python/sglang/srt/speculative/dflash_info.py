@@ -1,14 +1,4 @@
-"""Terms of a speculative cycle, and the two inputs that SGLang carries and plans with.
-
-- anchor: slot 0 of a block, which holds the bonus token.
-- bonus token: the newest token of a request, chosen by the target and without KV.
-- drafted token: a token that the draft or a copy proposes after the anchor.
-- accepted token: a drafted token that verification keeps.
-- block: the B slots of a request in one cycle: the anchor and up to B - 1 drafted tokens.
-- verify length: slots of a block that the target verifies, the anchor included.
-- accept length: tokens that a cycle commits. It includes the bonus token; the tensor `accept_len` does not.
-- context K/V: the draft's keys and values of committed tokens, made from the target's hidden states.
-"""
+"""The two inputs that SGLang carries and plans with. `docs/dev/architecture.md` explains the terms."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
