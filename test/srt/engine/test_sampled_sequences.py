@@ -102,10 +102,12 @@ def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
     assert LENGTH * len(answers) > 1.2 * cycles, "the test shows little: hardly a drafted token was accepted"
 
 
-# "probabilistic" is a part of the rows in which widths change, or tokens are copied.
+# What the rows do in which widths change as well.
+PARTS = ("probabilistic", "probabilistic, copy ahead")
+
+
 @pytest.mark.parametrize(
-    "drafting",
-    [pytest.param(d, marks=[pytest.mark.long] * (d == "probabilistic")) for d in DRAFTING],
+    "drafting", [pytest.param(d, marks=[pytest.mark.long] * (d in PARTS)) for d in DRAFTING]
 )
 def test_sequences_have_the_targets_probabilities(drafting, checkpoints, expected, tmp_path):
     copies = "copy ahead" in drafting
