@@ -184,6 +184,7 @@ class DFlashDraftModel(BlockDraftModel):
     """
 
     layer_class: type[Any] = DFlashDecoderLayer
+    output_class = DraftOutput
     draft_config_class = DFlashDraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
@@ -212,13 +213,20 @@ class DFlashDraftModel(BlockDraftModel):
         well, unless the forward ends before the head.
         """
         hidden_states = self.run_layers(input_ids, positions, forward_batch)
-        if self.ends_before_head(forward_batch):
-            return DraftOutput(None, hidden_states=hidden_states)
-        blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
-        drafting = blocks[:, self.draft.num_idle_rows :].flatten(0, 1)
-        drafted = self.draft_tokens(drafting)
-        whole = self.whole_blocks(input_ids.view(blocks.shape[:2])[:, :1], drafted.view(blocks.shape[0], -1))
-        return DraftOutput(None, hidden_states=hidden_states, draft_tokens=drafted, blocks=whole)
+        output = self.output_class(None, hidden_states=hidden_states)
+        if not self.ends_before_head(forward_batch):
+            blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
+            anchors = input_ids.view(blocks.shape[:2])[:, :1]
+            drafted = self.choose_greedily(output, blocks[:, self.draft.num_idle_rows :], anchors)
+            output.draft_tokens, output.blocks = drafted.flatten(), self.whole_blocks(anchors, drafted)
+        return output
+
+    def choose_greedily(self, output: DraftOutput, rows: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """Choose the tokens of drafting rows [num_blocks, S, hidden]: [num_blocks, S] int64.
+
+        `anchors` are [num_blocks, 1] int64.
+        """
+        return self.draft_tokens(rows.flatten(0, 1)).view(rows.shape[:2])
 
     def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         """Join anchors [num_blocks, 1] and drafted [num_blocks, B - 1] in allocated blocks."""

@@ -120,6 +120,7 @@ class DFlash2DraftModel(DFlashDraftModel):
 
     draft: DFlash2DraftConfig
     layer_class = DFlash2DecoderLayer
+    output_class = DFlash2Output
     draft_config_class = DFlash2DraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
@@ -127,25 +128,13 @@ class DFlash2DraftModel(DFlashDraftModel):
         prefix = add_prefix("candidate_selector", prefix)
         self.candidate_selector = CandidateSelector(config, self.draft, prefix)
 
-    @torch.no_grad()
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> DFlash2Output:
-        """Run blocks as a DFlash draft does. The drafted tokens are the selector's best path."""
-        hidden_states = self.run_layers(input_ids, positions, forward_batch)
-        if self.ends_before_head(forward_batch):
-            return DFlash2Output(None, hidden_states=hidden_states)
-        blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
-        found = self.candidates(blocks[:, self.draft.num_idle_rows :])
-        anchors = input_ids.view(blocks.shape[:2])[:, :1]
-        tokens, _ = self.candidate_selector.walk(found, anchors[:, 0])
-        return DFlash2Output(
-            next_token_logits=None,
-            hidden_states=hidden_states,
-            draft_tokens=tokens.flatten(),
-            blocks=self.whole_blocks(anchors, tokens),
-            candidate_ids=found.ids,
-            unary=found.unary,
-            gate=found.gate,
-        )
+    def choose_greedily(
+        self, output: DFlash2Output, rows: torch.Tensor, anchors: torch.Tensor
+    ) -> torch.Tensor:
+        """Choose the selector's best path. The output keeps the candidates."""
+        found = self.candidates(rows)
+        output.candidate_ids, output.unary, output.gate = found
+        return self.candidate_selector.walk(found, anchors[:, 0])[0]
 
     def candidates(self, rows: torch.Tensor) -> Candidates:
         """Find candidates of drafting rows [..., hidden], after the final norm."""

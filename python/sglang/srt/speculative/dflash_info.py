@@ -1,4 +1,4 @@
-"""The two inputs that SGLang carries and plans with. `docs/dev/architecture.md` explains the terms."""
+"""The two inputs that SGLang carries and plans with. Terms: `docs/dev/architecture.md`."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any

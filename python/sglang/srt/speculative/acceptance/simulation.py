@@ -9,7 +9,7 @@ fixed unless SGLang's variables say otherwise.
 
 import functools
 import logging
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from sglang.srt.environ import envs
@@ -37,24 +37,6 @@ def fixed_tokens(tokens: torch.Tensor) -> torch.Tensor:
     return constant(tuple(tokens.shape), FIXED_TOKEN_ID, tokens.dtype, tokens.device)
 
 
-class Simulation(Protocol):
-    """Makes up the decisions of cycles."""
-
-    def decide(
-        self, rows: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decide on the blocks of a cycle.
-
-        Args:
-            rows: [bs] int64, of the request table.
-            tokens: [bs, W] int64, the target's tokens.
-            block: [bs, W] int64, the drafted block.
-
-        Returns:
-            Accepted drafted tokens [bs] int32, at most W - 1, and output tokens [bs, W] int64.
-        """
-
-
 class LengthForAll:
     """Draws one accept length for all requests in each cycle, as SGLang's own workers do.
 
@@ -70,7 +52,16 @@ class LengthForAll:
     def decide(
         self, rows: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Simulation`."""
+        """Decide on the blocks of a cycle.
+
+        Args:
+            rows: [bs] int64, of the request table.
+            tokens: [bs, W] int64, the target's tokens.
+            block: [bs, W] int64, the drafted block.
+
+        Returns:
+            Accepted drafted tokens [bs] int32, at most W - 1, and output tokens [bs, W] int64.
+        """
         commit = sample_simulated_acc_len(self._average, self._method, block.shape[1])
         if self._has_real_tokens:
             tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
@@ -105,12 +96,15 @@ class LengthsByRequest:
     def decide(
         self, rows: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Simulation`."""
+        """Decide as `LengthForAll.decide` does."""
         accept_len = self._drawn[self._cycle].index_select(0, rows)
         self._cycle = (self._cycle + 1) % _CYCLES
         if tokens.shape[1] < self._block_size:
             accept_len = accept_len.clamp(max=tokens.shape[1] - 1)
         return accept_len, fixed_tokens(tokens)
+
+
+Simulation = LengthForAll | LengthsByRequest
 
 
 def accept_prob(mean: float, block_size: int) -> float:
