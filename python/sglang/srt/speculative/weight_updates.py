@@ -277,7 +277,8 @@ class RoutedUpdater:
         if self._drafts is None:
             checked, self._checked = self._checked, None
             return checked
-        own, drafts = [], []
+        own: list[tuple[str, Any]] = []
+        drafts: list[tuple[str, Any]] = []
         for name, tensor in weights:
             (drafts if self._owner.is_drafts(name) else own).append((name, tensor))
         own = self._check(own, load_format)
