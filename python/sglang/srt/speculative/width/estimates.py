@@ -272,7 +272,7 @@ class CostTable:
         return np.maximum(self._sizes[sufficient] - num_requests, drafted)
 
     def draft(self, num_requests: int, draft_slots: int | None = None) -> np.ndarray:
-        """Return the seconds of drafting for 0 .. n requests, in blocks of a measured width. [n + 1]"""
+        """Return the seconds of drafting for 0 .. n requests, in blocks of one width. [n + 1]"""
         seconds = self._at(np.arange(num_requests + 1), self._draft[:, self._column(draft_slots)])
         seconds[0] = 0.0
         return seconds
