@@ -11,7 +11,7 @@ from support.width_simulation import DEPTH, LOADS, WIDTHS, Cost, Simulation
 from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH
 from sglang_dflash.srt.speculative.cycle.plan import BatchRequests, CycleWork
 from sglang_dflash.srt.speculative.width.estimates import MODES, AcceptanceEstimate, CopyEstimate, CostTable
-from sglang_dflash.srt.speculative.width.measure import extrapolate
+from sglang_dflash.srt.speculative.width.extrapolation import extrapolate
 from sglang_dflash.srt.speculative.width.policy import HOLD, LengthChooser, choose_lengths
 
 GREEDY, SAMPLED = MODES.index("greedy"), MODES.index("sampled")

@@ -10,7 +10,7 @@ from sglang.srt.runtime_context import get_disagg, get_memory, get_spec
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates
 from sglang_dflash.kernels.ops.speculative.window import prepare_window
 from sglang_dflash.srt.configs.unsupported import PAGED_BACKENDS
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -21,6 +21,7 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
+from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
 
 # Cycles without drafts whose context is written together. On a CPU one row takes as long as twenty.
 # On a GPU each write reads the weights of keys and values.
@@ -265,11 +266,5 @@ class DFlash2Drafter(DFlashDrafter):
     ) -> tuple[torch.Tensor, DraftProbs | None]:
         draw = None
         if sampling_info is not None:
-            draw = DrawInputs(
-                temperature=sampling_info.temperatures.squeeze(1),
-                top_k=sampling_info.top_ks,
-                top_p=sampling_info.top_ps,
-                min_p=sampling_info.min_ps,
-                uniforms=torch.rand(candidates.ids.shape[:2], device=candidates.ids.device),
-            )
+            draw = selector_draw(sampling_info, candidates.ids.shape[1])
         return self._model.candidate_selector.walk(candidates, anchors, draw)

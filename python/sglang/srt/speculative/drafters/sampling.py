@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from sglang.srt.utils.async_probe import maybe_warn_nan
 
+from sglang_dflash.kernels.ops.speculative.selector_walk import DrawInputs
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 from sglang_dflash.srt.speculative.acceptance.target_sampling import slices_of_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -67,6 +68,19 @@ def choose_tokens(
         ids = ids + d2t[ids]
     chosen = draw_by_inverse_cdf(probs.flatten(0, 1), uniforms.flatten()).view(uniforms.shape)
     return ids.gather(2, chosen[..., None]).squeeze(2), DraftProbs(ids, probs)
+
+
+def selector_draw(sampling_info: Any, num_slots: int) -> DrawInputs:
+    """Build a draw over `num_slots` slots by each request's parameters."""
+    temperature = sampling_info.temperatures.squeeze(1)
+    uniforms = torch.rand(temperature.shape[0], num_slots, device=temperature.device)
+    return DrawInputs(
+        temperature=temperature,
+        top_k=sampling_info.top_ks,
+        top_p=sampling_info.top_ps,
+        min_p=sampling_info.min_ps,
+        uniforms=uniforms,
+    )
 
 
 def draw_drafts(

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_lora, get_observability
 
@@ -31,6 +30,7 @@ from sglang_dflash.srt.speculative.width.controller import (
     WholeBlocks,
 )
 from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable, CycleClock
+from sglang_dflash.srt.speculative.width.extrapolation import extrapolate
 from sglang_dflash.srt.speculative.width.policy import LengthChooser
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 from sglang_dflash.srt.speculative.width.timers import CycleTimer, VerifyTimer, feasible_context
@@ -176,7 +176,7 @@ def _measure(
     draft = np.stack(of_widths, axis=1)
     verify = seconds[:, :-1] - np.where(drafted > 0, draft[:, widths], 0.0)
     if verify_lens[0] == 1 and not worker.drafter.writes_context_apart:
-        # The draft's forward writes the context of as many plain cycles as a block has rows.
+        # The draft's forward writes the context of as many anchor-only cycles as a block has rows.
         verify[:, 0] += draft[:, -1] / worker.block_size
     few = max(n for n in loads[:measured] if n <= max(_FEW_REQUESTS, loads[0]))
     per_context_token = timer.time_context(few, context, budget / 4)
@@ -208,28 +208,6 @@ def _measure(
         [round(1e3 * costs.ragged_overhead(n), 2) for n in loads[:measured]],
     )
     return costs
-
-
-def extrapolate(seconds: np.ndarray, loads: list[int], slots: np.ndarray) -> np.ndarray:
-    """Append seconds of loads that were not measured.
-
-    A forward takes a + b n + c r seconds for n requests of r rows in all. The two largest loads measured give
-    a, b and c, none of which is negative. One load cannot tell b from a: b is then 0.
-
-    Args:
-        seconds: of the first loads. [M, W]
-        loads: numbers of requests, ascending. [L]
-        slots: rows of each request. [W]
-
-    Returns:
-        Seconds of all loads. [L, W]
-    """
-    terms = np.array([[(1, n, n * rows) for rows in slots] for n in loads], dtype=float)
-    terms[:, :, 1] *= len(seconds) > 1
-    largest = slice(max(len(seconds) - 2, 0), len(seconds))
-    known = seconds[largest].reshape(-1, 1)
-    factors, _ = nnls(terms[largest].reshape(-1, 3) / known, np.ones(len(known)))
-    return np.concatenate((seconds, terms[len(seconds) :] @ factors))
 
 
 def _draft_widths(worker: Any, verify_lens: tuple[int, ...]) -> list[int]:
