@@ -30,9 +30,15 @@ class RefusedControl(HTTPException, RuntimeError):
 
 def check_and_dispatch(dispatch_to_scheduler: Callable[..., None], manager: Any, obj: Any) -> None:
     """Check a control request first, in `TokenizerManager._dispatch_to_scheduler`."""
-    if (check := _CHECKS.get(type(obj))) is not None and (problem := check(obj)):
+    if problem := find_control_problem(obj):
         raise RefusedControl(problem)
     dispatch_to_scheduler(manager, obj)
+
+
+def find_control_problem(obj: Any) -> str | None:
+    """Return why the scheduler could not run this control request of SGLang's, or None."""
+    check = _CHECKS.get(type(obj))
+    return check(obj) if check is not None else None
 
 
 async def answer_profile_errors(execute_profile: Callable[..., Any], manager: Any, req: Any) -> Any:
