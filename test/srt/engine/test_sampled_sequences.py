@@ -102,7 +102,7 @@ def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
     assert LENGTH * len(answers) > 1.2 * cycles, "the test shows little: hardly a drafted token was accepted"
 
 
-# What the rows do in which widths change as well.
+# Each is a part of a row in which widths change.
 PARTS = ("probabilistic", "probabilistic, copy ahead")
 
 
