@@ -18,7 +18,7 @@ VERBS = frozenset(
     Carry Change Check Choose Clean Clear Close Collect Combine Commit Compare Compile Complete Compute
     Connect Convert Copy Correct Count Cover Create Cut Decide Declare Define Delete Describe Detect Disable
     Document Download Draft Draw Drop Enable End Enforce Ensure Estimate Exclude Explain Export Expose
-    Extend Extract Fall Fetch Fill Find Finish Fix Fold Follow Forbid Format Free Fuse Generalize Generate
+    Extend Extract Fall Fetch Fill Find Finish Fit Fix Fold Follow Forbid Format Free Fuse Generalize Generate
     Give Group Guard Hand Handle Hide Hold Ignore Implement Import Improve Include Increase Initialize
     Inline Install Join Keep Know Label Launch Learn Leave Let Lift Limit Link List Load Log Lower Make Map
     Mark Match Measure Mend Mention Merge Model Move Multiply Name Narrow Note Number Omit Open Order Pack
