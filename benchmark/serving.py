@@ -86,17 +86,26 @@ class Server:
         request = urllib.request.Request(
             self.url + path, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            answer = response.read()
+        answer = self._read(request, timeout)
         try:
             return json.loads(answer)
         except json.JSONDecodeError:
             return answer.decode()
 
     def get(self, path: str, timeout: float = 60) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
-            answer = response.read().decode()
+        answer = self._read(self.url + path, timeout).decode()
         return json.loads(answer) if answer.startswith(("{", "[")) else answer
+
+    def _read(self, request: str | urllib.request.Request, timeout: float) -> bytes:
+        """Return the body of a response. The error of a lost connection quotes the end of the log."""
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.read()
+        except urllib.error.HTTPError:
+            raise
+        except OSError as error:
+            error.add_note(f"Exit code {self.process.poll()}. The log ends with:\n{self.log()[-4000:]}")
+            raise
 
     def flush_cache(self) -> None:
         """Empty the prefix cache.

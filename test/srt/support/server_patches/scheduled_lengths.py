@@ -57,7 +57,7 @@ def narrow_drafts(module) -> None:
         if draft_slots is None:
             return plan
         # The policy has no estimates of widths that it would not choose.
-        return plan._replace(draft_slots=draft_slots, work=None)
+        return plan._replace(draft_slots=max(draft_slots, plan.verify_len - 1), work=None)
 
     module.AdaptiveLengths.choose = choose_with_draft_slots
 

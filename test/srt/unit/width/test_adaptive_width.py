@@ -171,13 +171,15 @@ def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(new_reqs=reqs, table_rows=rows_of(reqs).numpy())
 
 
-def adaptive(group=None, row=0.06, log_every=40) -> AdaptiveLengths:
-    """Make one. row: seconds of a slot."""
+def adaptive(group=None, row=0.06, log_every=40, backends=None, table=None) -> AdaptiveLengths:
+    """Make one. row: seconds of a slot, unless a table of costs is given."""
     costs = 1.0 + row * (np.array(WIDTHS) - 1)
-    table = CostTable(np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1]))
+    table = table or CostTable(
+        np.array([1, 64]), np.array(WIDTHS), np.stack([costs, costs]), np.array([0.1, 0.1])
+    )
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
     clock, metrics = Clock(copy.deepcopy(table)), DFlashMetrics(7, None)
-    return AdaptiveLengths(LengthChooser(table, 32), AnyRows(), clock, group, metrics, log_every)
+    return AdaptiveLengths(LengthChooser(table, 32), backends or AnyRows(), clock, group, metrics, log_every)
 
 
 def choose(width: AdaptiveLengths, batch, draws=False, matches=0, caps=7) -> CyclePlan:
@@ -264,6 +266,30 @@ def test_blocks_of_one_length_beside_a_custom_logit_processor():
     plan = choose(adaptive(), batch_of(*reqs, has_processor=True), caps=caps)
     assert set(plan.layout.num_draft_tokens.tolist()) == {plan.verify_len - 1} and plan.verify_len > 1
     assert plan.max_accept[0] == 0
+
+
+class WidenedRows:
+    """A backend that verifies one more token of each request than is chosen, as one that fills a graph."""
+
+    def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
+        return AnyRows().select(np.minimum(lengths + 1, 7))
+
+
+@pytest.mark.parametrize(("backends", "fits"), [(AnyRows(), True), (WidenedRows(), False)])
+def test_draft_blocks_are_as_wide_as_what_is_verified(backends, fits):
+    """Else labels of the narrow blocks' estimate would be of slots that those do not have."""
+    costs, draft = np.array([1.0, 1.1, 1.2, 9.0]), np.array([0.1, 0.9])
+    table = CostTable(np.array([1]), np.array(WIDTHS), costs[None], draft[None], draft_slots=[3, 7])
+    width = adaptive(backends=backends, table=table)
+    batch = batch_of(request(0, grammar=True))
+    assert width._describe(batch, False).modes.tolist() == [len(MODES) - 1]
+    width.begin_prefill(prompts_of(*batch.reqs))
+    plans = run(width, batch, 60, lambda plan: plan.layout.num_draft_tokens)
+    assert any(plan.draft_slots == 3 and plan.verify_len == 4 for plan in plans) == fits
+    assert all(
+        plan.draft_slots in (None, 3) and plan.verify_len <= (plan.draft_slots or 7) + 1 for plan in plans
+    )
+    assert any(plan.verify_len == 5 for plan in plans) != fits
 
 
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():

@@ -54,8 +54,8 @@ class CyclePlan(NamedTuple):
     # Lengths that the choice of `copies` knew of, 0 without a match. None: no match is copied by choice, nor
     # compared with the output. [n]
     matches: np.ndarray | None = None
-    # Drafted slots of each block, at most B - 1. None: all. It may be less than what is verified, which is
-    # drafted anyway, and is ignored unless `Drafter.narrows_blocks`.
+    # Drafted slots of each block, at least those verified and at most B - 1. None: all. It is ignored unless
+    # `Drafter.narrows_blocks`.
     draft_slots: int | None = None
     requests: BatchRequests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
     work: CycleWork | None = CycleWork(0, 0, 0)  # to learn from, with `requests`. None: nothing is learned

@@ -39,7 +39,7 @@ def draft_blocks(
         on_host = np.flatnonzero(drafter.to_draft(table_rows(batch), verified, (verified > 0) & ~plan.copies))
         num_slots = block_size if len(on_host) or verify_len > 1 else 1
         if num_slots > 1 and plan.draft_slots is not None and drafter.narrows_blocks:
-            num_slots = max(plan.draft_slots + 1, verify_len)
+            num_slots = plan.draft_slots + 1
     cycle = Cycle.begin(batch, target_runner, drafter.mask_token_id, num_slots)
     block = draft_subset(
         drafter,

@@ -158,6 +158,8 @@ class AdaptiveLengths:
             self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
         )
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
+        if choice.draft_slots is not None and choice.draft_slots < plan.verify_len - 1:
+            choice = choice._replace(draft_slots=None)  # the backends verify more than these blocks have
         work = self.chooser.work(choice, extra_context)
         plan = plan._replace(
             draws=draws,
