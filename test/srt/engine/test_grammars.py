@@ -44,7 +44,7 @@ def sampled(prompt: tuple[int, ...], max_new_tokens: int, **sampling) -> Job:
 
 
 GREEDY = {
-    "kinds": [greedy(prompt, 120, **KINDS[i % len(KINDS)]) for i, prompt in enumerate(PROMPTS * 2)],
+    "kinds": [greedy(prompt, 120, **KINDS[i % len(KINDS)]) for i, prompt in enumerate(PROMPTS)],
     "tags": [
         replace(greedy(prompt, 60, structural_tag=json.dumps(TRIGGERED)), ignore_eos=True)
         for prompt in PROMPTS
@@ -55,7 +55,7 @@ GREEDY = {
     ],
 }
 SAMPLED = [
-    *(sampled(prompt, 150, **SCHEMA_ANSWER) for prompt in PROMPTS * 2),
+    *(sampled(prompt, 150, **SCHEMA_ANSWER) for prompt in PROMPTS),
     *(sampled(prompt, 40, temperature=1.2, top_p=0.9) for prompt in PROMPTS[:4]),
 ]
 
@@ -124,10 +124,10 @@ def test_a_grammar_may_end_anywhere_in_a_block(served):
 
 
 def test_sampled_answers_are_valid(served):
-    texts = [text_of(answer) for answer in served["sampled"][: 2 * len(PROMPTS)]]
+    texts = [text_of(answer) for answer in served["sampled"][: len(PROMPTS)]]
     for text in texts:
         assert_schema(text)
-    assert len({*texts}) > len(PROMPTS), "sampled answers hardly differ"
+    assert len({*texts}) > len(PROMPTS) / 2, "sampled answers hardly differ"
 
 
 def test_log_probabilities_are_those_under_the_grammar(served, alone):
@@ -170,9 +170,10 @@ CONSTRAINTS = (
     {"logit_bias": {"13": 1.5}},
     {},
 )
+# Of two or three chunks.
+LONG_PROMPTS = [one[-70:] + other[-70:] for one, other in zip(PROMPTS, PROMPTS[5:] + PROMPTS[:5])]
 JOINING = [
-    replace(greedy(PROMPTS[i % 12] + PROMPTS[(i + 5) % 12], 48, **CONSTRAINTS[i % len(CONSTRAINTS)]), step=i)
-    for i in range(24)
+    replace(greedy(LONG_PROMPTS[i % 12], 48, **CONSTRAINTS[i % len(CONSTRAINTS)]), step=i) for i in range(24)
 ]
 
 

@@ -20,7 +20,7 @@ TIGHT = (
     *("--max-total-tokens", "3000", "--mamba-track-interval", "64", "--max-mamba-cache-size", "14"),
     *("--max-running-requests", "3"),
 )
-CONVERSATIONS, TURNS, NEW = 8, 5, 16
+CONVERSATIONS, TURNS, NEW = 8, 4, 16
 
 
 @pytest.fixture(scope="module")

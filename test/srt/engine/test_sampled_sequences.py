@@ -102,8 +102,8 @@ def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
     assert LENGTH * len(answers) > 1.2 * cycles, "the test shows little: hardly a drafted token was accepted"
 
 
-# Each is a part of a row in which widths change.
-PARTS = ("probabilistic", "probabilistic, copy ahead")
+# Each is a part of a row in which copies are made and widths change.
+PARTS = ("probabilistic", "probabilistic, copy ahead", "probabilistic, widths change")
 
 
 @pytest.mark.parametrize(
