@@ -300,27 +300,12 @@ def target(**changes) -> SimpleNamespace:
     return SimpleNamespace(**{"hidden_size": 64, "vocab_size": 100, "num_hidden_layers": 12, **changes})
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"hidden_size": 65}, ["hidden_size", "64", "65"]),
-        ({"vocab_size": 3}, ["mask_token_id is 99", "vocab_size is 3"]),
-        ({"num_hidden_layers": 9}, ["target_layer_ids", "leave the target's 9 layers"]),
-        ({"num_hidden_layers": 10}, ["target_layer_ids", "name the last layer"]),
-        ({"num_hidden_layers": 4, "num_loops": 2}, ["target_layer_ids", "leave the target's 8 layers"]),
-    ],
-)
-def test_a_draft_made_for_another_target(changes, words):
-    with pytest.raises(DraftConfigError) as caught:
-        check_draft_fits_target(parse(), target(**changes), "some/draft")
-    assert len(caught.value.problems) == 1
-    assert all(word in str(caught.value) for word in [*words, "some/draft"])
-
-
 def test_layers_of_special_targets():
     """Some targets capture their last layer; a looped one counts a layer once per loop."""
     check_draft_fits_target(parse(), target(num_hidden_layers=10), "some/draft", ["Lfm2ForCausalLM"])
     check_draft_fits_target(parse(), target(num_hidden_layers=6, num_loops=2), "some/draft")
+    with pytest.raises(DraftConfigError, match="leave the target's 8 layers"):
+        check_draft_fits_target(parse(), target(num_hidden_layers=4, num_loops=2), "some/draft")
 
 
 def test_what_sglang_assumes_is_assumed_and_told():

@@ -1,6 +1,6 @@
 """Loading a draft's weights: missing, unknown or misshapen tensors are named.
 
-No memory stays uninitialised.
+No memory stays uninitialised. The faults of support/faults.py are found before, in the files' headers.
 """
 
 import pytest
@@ -9,9 +9,6 @@ from support.draft_cases import BASE, random_weights
 from support.engine import build, read_config
 
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
-
-# A plain linear layer, a norm, and a part of a fused layer.
-PARTS = ("fc", "layers.1.self_attn.k_norm", "layers.1.mlp.up_proj")
 
 
 def load(config, weights: dict) -> DFlashDraftModel:
@@ -39,20 +36,12 @@ def test_layers_in_another_order(plain, tmp_path):
     assert torch.equal(found, wanted) and not torch.equal(moved["fc.weight"], wanted)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_missing_tensor_is_named(part, plain):
-    config, weights = plain
-    del weights[f"{part}.weight"]
-    with pytest.raises(ValueError, match=rf"{part}.*missing|missing.*{part}"):
-        load(config, weights)
-
-
-@pytest.mark.parametrize("part", ["layers.0.self_attn.q_proj", "layers.1.self_attn.v_proj"])
-def test_a_missing_bias_is_named(part, tmp_path):
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj.bias", "layers.1.self_attn.v_proj.weight"])
+def test_a_missing_part_of_a_fused_layer_is_named(name, tmp_path):
     config = BASE | {"attention_bias": True}
     weights = random_weights(config, 2)
-    del weights[f"{part}.bias"]
-    with pytest.raises(ValueError, match=rf"{part}.*missing|missing.*{part}"):
+    del weights[name]
+    with pytest.raises(ValueError, match=f"{name}: missing"):
         load(read_config(config, tmp_path), weights)
 
 
@@ -100,21 +89,19 @@ def test_new_weights_come_to_where_graphs_read_them(plain):
         assert getattr(model, name) is tensor and torch.equal(tensor, getattr(other, name))
 
 
+# A plain linear layer, a norm, and a part of a fused layer.
 SPOILED = {
-    "shorter": lambda tensor: tensor[:-1],
-    "longer": lambda tensor: torch.cat([tensor, tensor]),
-    "wider": lambda tensor: torch.cat([tensor, tensor], dim=-1),
-    "flat": lambda tensor: tensor.flatten()[None],
+    "fc.weight": lambda tensor: torch.cat([tensor, tensor], dim=-1),
+    "layers.1.self_attn.k_norm.weight": lambda tensor: tensor[None],
+    "layers.1.mlp.up_proj.weight": lambda tensor: tensor[:-1],
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_tensor_of_another_shape_is_named(part, how, plain):
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_tensor_of_another_shape_is_named(name, plain):
     config, weights = plain
-    name = f"{part}.weight"
-    weights[name] = SPOILED[how](weights[name])
-    with pytest.raises(ValueError, match=name):
+    weights[name] = SPOILED[name](weights[name])
+    with pytest.raises(ValueError, match=f"{name} is"):
         load(config, weights)
 
 
