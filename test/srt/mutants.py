@@ -50,7 +50,7 @@ def run(tests: Sequence[str], path: Path) -> subprocess.CompletedProcess:
     done = run_pytest(files, path, "-m", "not server and not long")
     compared = [file for file in files if "@against_twin" in file.read_text()]
     if done.returncode == PASSED and compared:
-        options = "--hypothesis-profile=short", "-k", "equals_its_twin"
+        options = "--hypothesis-profile=short", "-m", "twin"
         done = run_pytest(compared, path, *options, TRITON_INTERPRET="1")
     return done
 

@@ -40,14 +40,14 @@ if INTERPRETED:
 
 
 def against_twin(test):
-    """Mark a comparison, named `..._equals_its_twin`, for a GPU and the interpreter."""
-    return test if INTERPRETED else pytest.mark.gpu(needs_gpu(test))
+    """Mark a comparison for a GPU and the interpreter."""
+    return pytest.mark.twin(test if INTERPRETED else pytest.mark.gpu(needs_gpu(test)))
 
 
 def run_comparisons(files: Sequence[Path], *options: str) -> None:
     """Run the files' comparisons in one interpreter process; fail unless all pass."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "equals_its_twin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "twin"]
     done = subprocess.run([*command, *options, *files], env=environment, capture_output=True, text=True)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
