@@ -67,11 +67,14 @@ class ServerDied(RuntimeError):
 
 @dataclass
 class Server:
-    """A running server. `generate` speaks SGLang's native API; use `url` for anything else."""
+    """A running server. `generate` speaks SGLang's native API; use `url` for anything else.
+
+    `process` and `log_path` are None if somebody else started it.
+    """
 
     url: str
-    process: subprocess.Popen
-    log_path: Path
+    process: subprocess.Popen | None
+    log_path: Path | None
 
     def generate(self, **request: Any) -> Any:
         """POST /generate; returns the decoded answer, or raises urllib.error.HTTPError."""
@@ -104,7 +107,8 @@ class Server:
         except urllib.error.HTTPError:
             raise
         except OSError as error:
-            error.add_note(f"Exit code {self.process.poll()}. The log ends with:\n{self.log()[-4000:]}")
+            if self.process is not None:
+                error.add_note(self.ending())
             raise
 
     def flush_cache(self) -> None:
@@ -125,6 +129,10 @@ class Server:
     def log(self) -> str:
         """Everything the server and its children have printed."""
         return self.log_path.read_text(errors="replace")
+
+    def ending(self) -> str:
+        """Return the exit code, None of a process that lives, and the end of the log, for a message."""
+        return f"exit code {self.process.poll()}; its output ends:\n{self.log()[-4000:]}"
 
 
 @contextlib.contextmanager
@@ -207,15 +215,15 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise ServerDied(
-                f"exit code {server.process.returncode}; its output ends:\n{server.log()[-4000:]}"
-            )
+            raise ServerDied(server.ending())
         # /health answers 503 until the warm-up request has gone through.
-        with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-            server.get("/health", timeout=5)
+        with (
+            contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError),
+            urllib.request.urlopen(f"{server.url}/health", timeout=5),
+        ):
             return
         time.sleep(0.1)
-    raise ServerDied(f"not ready after {timeout} s; its output ends:\n{server.log()[-4000:]}")
+    raise ServerDied(f"not ready after {timeout} s; {server.ending()}")
 
 
 def free_port() -> int:
