@@ -122,18 +122,6 @@ def test_numbers_of_an_answer_fit_together(server):
         assert meta["spec_accept_length"] == pytest.approx(50 / cycles), "SGLang: all tokens over cycles"
 
 
-def test_native_streaming_equals_not_streaming(server, prompt):
-    request = {
-        "text": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
-    }
-    whole = server.generate(**request)
-    seen: list[int] = []
-    *_, last = (chunk for chunk in stream(server, request) if _grows(seen, chunk["output_ids"]))
-    assert last["text"] == whole["text"]
-    assert first_difference(last["output_ids"], whole["output_ids"]) is None
-
-
 def test_completions(server, prompt):
     request = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": 40}
     answer = server.post("/v1/completions", request)
@@ -170,13 +158,6 @@ def test_chat_completions(server):
         two = {best["token"], second["token"]}
         assert {streamed[place], whole[place]["token"]} == two, f"token {place} is none of the two best"
         assert best["logprob"] - second["logprob"] <= BF16_NEAR_TIE, f"token {place} is no near-tie"
-
-
-def _grows(seen: list[int], output_ids: list[int]) -> bool:
-    """Assert that each chunk carries everything so far, and never takes a token back."""
-    assert output_ids[: len(seen)] == seen, f"a streamed token changed: {seen} became {output_ids}"
-    seen[:] = output_ids
-    return True
 
 
 class TestSGLangKits(

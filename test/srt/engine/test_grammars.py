@@ -2,7 +2,7 @@
 
 A block's positions are masked along the drafted chain, and rejected ones are rolled back. So errors would
 show if a grammar branches, ends in mid-block, or shares a batch. All tests run in float32.
-server/test_structured_output.py has what needs HTTP.
+server/test_real_model.py has OpenAI's field, server/test_requests.py refusals.
 """
 
 import json

@@ -61,9 +61,6 @@ def wanted(target, turns) -> list[tuple[int, ...]]:
     [
         ("auto", HYBRID_DRAFT),
         ("extra_buffer_lazy", HYBRID_PEAGLE_DRAFT),
-        pytest.param("extra_buffer", HYBRID_PEAGLE_DRAFT, marks=pytest.mark.long),
-        pytest.param("extra_buffer", None, marks=pytest.mark.long),
-        pytest.param("extra_buffer_lazy", None, marks=pytest.mark.long),
     ],
 )
 def test_answers_are_the_targets(strategy, draft, target, turns, wanted):

@@ -6,7 +6,6 @@ that in the reference. To test another draft or setting, add a row to CONFIGURAT
 server/test_lossless_http.py has the proofs that need HTTP.
 """
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,15 +15,13 @@ from serving import (
     DFLASH2_DRAFT,
     DRAFT,
     PEAGLE_DRAFT,
-    SPECULATORS_DRAFT,
     TARGET,
     WHOLE_BLOCKS,
     dflash_arguments,
 )
-from support.drafts import always_wrong, random_draft
-from support.families import VOCAB, write_draft, write_peagle_draft, write_target
-from support.parity import FLOAT32_TIE, undecided_from
-from support.scheduled import Answer, Job, Oracle, run
+from support.drafts import always_wrong
+from support.parity import undecided_from
+from support.scheduled import Answer, Job, run
 from support.servers import COPIES, FLOAT32, WIDTHS_CHANGE
 from support.target_answers import requests_from_prompts, target_answers
 from tokenizers import Tokenizer
@@ -53,7 +50,6 @@ class Configuration:
         offset: First prompt. Every thirteenth one follows, so that the rows together have every prompt.
         draft: Makes the draft in a folder.
         accept_length: Bounds on tokens per cycle, bonus included.
-        is_long: Only with -m long, because another row shows the same.
         is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.
             The cycles of a request are then those of the default setting.
     """
@@ -63,11 +59,7 @@ class Configuration:
     offset: int = 0
     draft: Callable[[Path], Path] = fixed(DRAFT)
     accept_length: tuple[float, float] = (1.0, 16.0)
-    is_long: bool = False
     is_comparable: bool = False
-
-    def case(self):
-        return pytest.param(self, id=self.name, marks=[pytest.mark.long] * self.is_long)
 
 
 CONFIGURATIONS = (
@@ -79,12 +71,7 @@ CONFIGURATIONS = (
         offset=1,
         accept_length=(1.5, 8.0),
     ),
-    # test_published_formats.py has its cycles and its floor.
-    Configuration("speculators", (), 2, fixed(SPECULATORS_DRAFT), (1.8, 8.0), is_long=True),
     Configuration("dflash2-mixed-batches", MIXED, 3, fixed(DFLASH2_DRAFT), (2.2, 8.0)),
-    # The next row has this draft; rows of other drafts have the default pages and batches. Most steps of the
-    # next row are mixed, without a cycle, and its few cycles are short. test_dflash.py has P-EAGLE's floor.
-    Configuration("peagle", (WHOLE_BLOCKS,), 4, fixed(PEAGLE_DRAFT), (2.2, 8.0), is_long=True),
     Configuration("peagle-page-16-mixed-batches", (*PAGES, *MIXED), 4, fixed(PEAGLE_DRAFT), (1.8, 8.0)),
     Configuration(
         "peagle-3-tokens-no-overlap",
@@ -102,10 +89,6 @@ CONFIGURATIONS = (
     ),
     Configuration("block-1", ("--speculative-num-draft-tokens", "1"), 8, accept_length=(1.0, 1.0)),
     Configuration("widths-change", (*WIDTHS_CHANGE, *PAGES, *MIXED), 9, accept_length=(1.3, 8.0)),
-    # engine/test_own_lengths.py has changing lengths of P-EAGLE, with copies.
-    Configuration(
-        "peagle-widths-change", (*WIDTHS_CHANGE, *MIXED), 2, fixed(PEAGLE_DRAFT), (1.3, 8.0), is_long=True
-    ),
     Configuration("copy-ahead", (*COPIES, *PAGES, *MIXED), 10, accept_length=(2.2, 8.0)),
     Configuration(
         "peagle-copy-ahead-widths-change",
@@ -114,8 +97,6 @@ CONFIGURATIONS = (
         fixed(PEAGLE_DRAFT),
         (1.3, 8.0),
     ),
-    # "always-wrong" accepts as little.
-    Configuration("random-draft", (), 7, random_draft, (1.0, 1.3), is_long=True),
     Configuration("always-wrong", (), 12, always_wrong, (1.0, 1.01)),
 )
 
@@ -166,7 +147,7 @@ def default_cycles(jobs, tmp_path_factory) -> int:
     return sum(len(answer.accepted) for answer in sum(answers, []))
 
 
-@pytest.mark.parametrize("configuration", [c.case() for c in CONFIGURATIONS])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda each: each.name)
 def test_float32_output_is_the_targets(configuration, jobs, answers_alone, request, tmp_path):
     """Send requests twice: the second pass reads KV from the prefix cache.
 
@@ -190,52 +171,3 @@ def test_float32_output_is_the_targets(configuration, jobs, answers_alone, reque
         cycles = sum(len(answer.accepted) for answer in (*cold, *warm))
         expected_cycles = request.getfixturevalue("default_cycles")
         assert abs(cycles - expected_cycles) <= NEARLY_SAME * expected_cycles
-
-
-def test_retracted_requests_resume_as_the_target_would(jobs, answers_alone):
-    """A pool of a third of the needed size retracts requests."""
-    numbers = range(100, 180, 5)
-    chosen = [jobs[i] for i in numbers]
-    needed = sum(len(job.input_ids) + job.max_new_tokens for job in chosen)
-    arguments = ["--model-path", TARGET, *FLOAT32, *dflash_arguments(), "--max-total-tokens", needed // 3]
-    # Told that answers are short, the scheduler admits more than the pool holds.
-    [answers] = run(arguments, [chosen], environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"})
-    assert_the_targets(chosen, answers, [answers_alone[i] for i in numbers])
-    assert sum(answer.retractions for answer in answers) > 0, "nothing was retracted"
-
-
-@pytest.mark.parametrize(
-    ("name", "block", "write"),
-    [
-        ("llama", 8, write_draft),
-        ("llama3", 16, write_draft),
-        pytest.param("llama", 16, write_draft, marks=pytest.mark.long),
-        pytest.param("llama3", 8, write_peagle_draft, marks=pytest.mark.long),
-    ],
-    ids=["llama-8", "llama3-16", "llama-16", "llama3-peagle-8"],
-)
-def test_float32_output_of_a_llama_is_the_targets(name, block, write, tmp_path):
-    """Serve a random Llama, of which the bundled pairs have none, with the widths that a user gets.
-
-    Every third request has the random draft's own tokens. An oracle drafts for the others.
-    """
-    target, draft = write_target(name, tmp_path / "target").path, write(tmp_path / "draft")
-    generator = random.Random(block)
-    jobs = [
-        Job(tuple(generator.randrange(8, VOCAB) for _ in range(length)), 48, step=step, logprobs=True)
-        for step, length in enumerate((3, 16, 17, 31, 40, 64, 90, 120, 150))
-    ]
-    jobs += [Job((*jobs[-1].input_ids[:100], 9, 10), 48, step=40, logprobs=True)]  # a cached prefix
-    plain = ["--model-path", target, *FLOAT32, "--skip-tokenizer-init"]
-    [wanted] = run(plain, [jobs])
-    oracle = Oracle([[*a.output_ids, *[5] * block] if i % 3 else None for i, a in enumerate(wanted)])
-    [found] = run([*plain, *dflash_arguments(draft), "--speculative-num-draft-tokens", block], [jobs], oracle)
-    compared = 0
-    for job, answer, want in zip(jobs, found, wanted, strict=True):
-        end = next((i for i, gap in enumerate(want.gaps) if gap < FLOAT32_TIE), len(want.output_ids))
-        assert len(answer.output_ids) == 48 and answer.output_ids[:end] == want.output_ids[:end], job
-        compared += end
-    assert compared > 0.8 * 48 * len(jobs), "the target hardly decides between tokens"
-    assert found[-1].cached_tokens == 100
-    kept = [count for i, answer in enumerate(found) if i % 3 for count in answer.accepted]
-    assert sum(kept) > len(kept), "the oracle's drafts were not accepted"

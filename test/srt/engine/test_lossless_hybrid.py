@@ -72,13 +72,6 @@ CONFIGURATIONS = (
     ),
     # Without overlap scheduling SGLang keeps one state per request, and caches it when the request finishes.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
-    # The rows of own lengths have cycles that verify one slot, between others.
-    Configuration(
-        "block-1",
-        (*POOL, *GRID, "--speculative-num-draft-tokens", "1"),
-        accept_length=(1.0, 1.0),
-        is_long=True,
-    ),
     Configuration(
         "block-16", (*POOL, *GRID, "--speculative-num-draft-tokens", "16"), accept_length=(3.5, 16.0)
     ),
@@ -88,13 +81,6 @@ CONFIGURATIONS = (
         draft="peagle",
     ),
     Configuration("retraction", ("--max-total-tokens", "1000", *GRID), cached=False),
-    Configuration(
-        "own-lengths-page-16",
-        (*POOL, *GRID, *WIDTHS_CHANGE, "--page-size", "16"),
-        draft="dflash2",
-        accept_length=(2.0, 4.0),
-        is_long=True,
-    ),
 )
 
 DRAFTS = {"dflash": DRAFT, "dflash2": DFLASH2_DRAFT, "peagle": PEAGLE_DRAFT}

@@ -31,12 +31,9 @@ BLOCK = 8
 REPEATED = {"temperature": 0.0, "regex": "(abc def ){60}"}
 # The penalty makes what was said likelier.
 REPEATING = {"temperature": 0.0, "frequency_penalty": -0.1}
-PROBABILISTIC = ("--speculative-draft-sample-method", "probabilistic")
 CASES = {
-    "DFlash, copies": (dflash_arguments(), COPIES),
-    "P-EAGLE": (dflash_arguments(PEAGLE_DRAFT), ()),
-    "P-EAGLE, copies": (dflash_arguments(PEAGLE_DRAFT), COPIES),
-    "probabilistic, copies": (dflash_arguments(), (*PROBABILISTIC, *COPIES)),
+    "DFlash, copies": dflash_arguments(),
+    "P-EAGLE, copies": dflash_arguments(PEAGLE_DRAFT),
 }
 
 
@@ -63,16 +60,7 @@ def assert_targets(jobs: list[Job], answers: list[Answer]) -> None:
             torch.testing.assert_close(torch.tensor(answer.logprobs), wanted, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "case",
-    # What the others cover too is for the long lane.
-    [
-        "DFlash, copies",
-        pytest.param("P-EAGLE", marks=pytest.mark.long),
-        "P-EAGLE, copies",
-        pytest.param("probabilistic, copies", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_answers_are_the_targets(case):
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     prompts = [
@@ -90,8 +78,7 @@ def test_answers_are_the_targets(case):
     if case == "DFlash, copies":
         jobs[3] = replace(jobs[3], sampling=REPEATING)
         jobs.append(Job(jobs[0].input_ids, NEW, step=1, sampling=REPEATED))
-    draft, more = CASES[case]
-    arguments = ["--model-path", TARGET, *FLOAT32, *draft, *WIDTHS_CHANGE, *more, *CROWDED]
+    arguments = ["--model-path", TARGET, *FLOAT32, *CASES[case], *WIDTHS_CHANGE, *COPIES, *CROWDED]
     [answers] = run(arguments, [jobs], environment=ENVIRONMENT)
     assert sum(answer.retractions for answer in answers) > 0, "nothing was retracted"
     kept = [n for answer in answers for n in answer.accepted]

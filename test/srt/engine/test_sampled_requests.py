@@ -70,7 +70,6 @@ CASES = (
 # Ways to draft; under each the output must follow the target's sampler.
 DRAFTING = {
     "greedy": dflash_arguments(),
-    "probabilistic": [*dflash_arguments(), "--speculative-draft-sample-method", "probabilistic"],
     # A reduced vocabulary.
     "probabilistic, speculators": [
         *dflash_arguments(SPECULATORS_DRAFT),
@@ -89,12 +88,7 @@ def prompts() -> list[tuple[int, ...]]:
 Answers = list[tuple[Job, Answer]]
 
 
-# The speculators draft draws by the same rule as DFlash's. test_sampled_sequences.py has
-# DFlash's draws in the normal lane.
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(d, marks=[pytest.mark.long] * (d == "probabilistic")) for d in DRAFTING],
-)
+@pytest.fixture(scope="module", params=DRAFTING)
 def answers(request, prompts) -> dict[str, Answers]:
     """Jobs with their answers: a group for each case, one for log probabilities and one for masks.
 

@@ -181,9 +181,6 @@ def test_served(changes):
 @pytest.mark.parametrize(
     "changes, words, builtin_supports",
     [
-        ({"enable_dp_lm_head": False}, "needs --enable-dp-lm-head", False),
-        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk", True),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode", True),
         ({"tp_size": 4}, "--tp-size beyond --dp-size on a CPU", False),
     ],
 )

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -22,7 +23,8 @@ import pytest
 import quiet_start
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
-from serving import PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, dflash_arguments
+from safetensors.torch import load_file, save_file
+from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET, dflash_arguments
 from support.decisions import accepted_blocks
 from support.documented import (
     PAGES,
@@ -206,14 +208,46 @@ def test_an_example_runs(name, servers, tmp_path):
     assert all(re.search(pattern, output, re.MULTILINE) for pattern in patterns), output
 
 
+AGENT = (*dflash_arguments(), "--tool-call-parser", "hermes", "--no-speculative-adaptive")
+
+
+@pytest.mark.server
+def test_agent_tools(servers):
+    """A call arrives whole from pieces, and its result goes into the next turn."""
+    url = servers.get(*FLOAT32, *AGENT).url
+    output = run(sys.executable, EXAMPLES / "agent_tools.py", url)
+    stock = {"apples": 12, "pears": 0, "plums": 30}
+    calls = re.findall(r'count_stock\({"fruit": ?"(\w+)"}\) = (\d+)', output)
+    assert calls and all(int(result) == stock[fruit] for fruit, result in calls), output
+    assert output.rpartition(" = ")[2].strip("0123456789\n"), "the answer after the calls"
+
+
+@pytest.mark.server
+def test_rl_weights(servers, tmp_path):
+    """A target with noise on its weights agrees less with the draft; its own weights bring that back."""
+    shutil.copytree(TARGET, tmp_path / "noisy")
+    file = tmp_path / "noisy" / "model.safetensors"
+    tensors, generator = load_file(file), torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if "down_proj" in name:
+            noise = torch.randn(tensor.shape, generator=generator) * 4 * tensor.float().std()
+            tensors[name] = (tensor.float() + noise).to(tensor.dtype)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    url = servers.get(*FLOAT32, *AGENT).url
+
+    def tokens_a_cycle(*checkpoints: Path) -> list[float]:
+        output = run(sys.executable, EXAMPLES / "rl_weights.py", url, *checkpoints)
+        return [*map(float, re.findall(r"([\d.]+) a cycle", output))]
+
+    before, after = tokens_a_cycle(tmp_path / "noisy")
+    noisy, restored, same_draft = tokens_a_cycle(TARGET, DRAFT)
+    assert max(after, noisy) < 0.9 * min(before, restored, same_draft)
+
+
 def test_every_example_is_tested_and_listed():
     files = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
-    elsewhere = (
-        "offline_engine.py",
-        "agent_tools.py",
-        "rl_weights.py",
-    )  # test_stock_sglang.py, test_examples.py
-    assert files == {*RUNS, *elsewhere}
+    assert files == {*RUNS, "agent_tools.py", "rl_weights.py", "offline_engine.py"}
     assert files == set(re.findall(r"^\| `([\w.]+)` \|", (EXAMPLES / "README.md").read_text(), re.MULTILINE))
 
 

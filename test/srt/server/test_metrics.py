@@ -192,14 +192,6 @@ def test_counters_are_the_sums_of_the_requests_histograms(server):
 
 
 @pytest.mark.server
-def test_server_info_shows_the_speculative_settings(server):
-    info = server.get("/server_info")
-    assert info["speculative_algorithm"] == "DFLASH"
-    assert info["speculative_draft_model_path"] == str(DRAFT)
-    assert info["speculative_num_draft_tokens"] == BLOCK_SIZE
-
-
-@pytest.mark.server
 def test_labels_are_those_of_the_schedulers_own_metrics(server):
     answer_all_kinds(server)
     samples = {s.name: s for family in text_string_to_metric_families(page(server)) for s in family.samples}

@@ -4,13 +4,12 @@ SGLang refuses them while it reads its arguments. The tests run the real entry p
 process that has imported SGLang; with -m long two also run as a user's command.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT, ROOT, TARGET, dflash_arguments
+from serving import PEAGLE_DRAFT, TARGET, dflash_arguments
 from support.drafts import make_draft, read_config
 from support.faults import FAULTS, write_fault
 from support.servers import Ended, patched, run_to_end
@@ -25,7 +24,6 @@ MODEL = ["--model-path", str(TARGET)]
 LAYERS = read_config(TARGET)["num_hidden_layers"]
 DRAFT_FLAG = "--speculative-draft-model-path"
 PEAGLE = [*MODEL, "--speculative-algorithm", "PEAGLE"]
-TOO_WIDE = str(ROOT / "test" / "srt" / "golden" / "adaptive-too-wide.json")
 
 Start = tuple[list[str], tuple[str, ...]]  # arguments, and patterns in the message
 
@@ -45,17 +43,6 @@ def without_draft(path: str) -> Callable[[Path], Start]:
     return lambda _: ([*MODEL, *dflash_arguments(path)], (DRAFT_FLAG, path))
 
 
-def with_target(architecture: str, model_type: str, word: str) -> Callable[[Path], Start]:
-    """Start a target without weights: the start ends before weights would be loaded."""
-
-    def start(tmp: Path) -> Start:
-        config = {"architectures": [architecture], "model_type": model_type, "num_hidden_layers": 4}
-        (tmp / "config.json").write_text(json.dumps(config))
-        return ["--model-path", str(tmp), *dflash_arguments()], (architecture, word)
-
-    return start
-
-
 def with_broken_config(tmp: Path) -> Start:
     draft = make_draft(tmp / "draft")
     (draft / "config.json").write_text("{not json")
@@ -70,15 +57,8 @@ def with_last_layer(tmp: Path) -> Start:
 # unit/configs/test_corrupted_checkpoints.py has messages of other drafts, unit/arg_groups/ of other flags.
 STARTS: dict[str, Callable[[Path], Start]] = {
     "two faults": with_fault("two faults"),
-    "another kind of draft": with_fault("another kind of draft"),
-    "a tensor missing": with_fault("a tensor missing"),
-    "pipeline parallelism": with_flags("--pp-size", "2", says=("pipeline parallelism", "--pp-size")),
     "no draft window": with_flags(
         "--speculative-draft-window-size", "0", says=("--speculative-draft-window-size", "0")
-    ),
-    "block size twice": with_flags(
-        *("--speculative-num-draft-tokens", "4", "--speculative-dflash-block-size", "8"),
-        says=("--speculative-num-draft-tokens", "--speculative-dflash-block-size", "4", "8"),
     ),
     "adaptive widths without adaptive": with_flags(
         *("--no-speculative-adaptive", "--speculative-adaptive-config", "widths.json"),
@@ -87,10 +67,6 @@ STARTS: dict[str, Callable[[Path], Start]] = {
     "adaptive without its config file": with_flags(
         *("--speculative-adaptive", "--speculative-adaptive-config", "/no/widths.json"),
         says=("--speculative-adaptive-config", "/no/widths.json", "cannot be read"),
-    ),
-    "adaptive widths beyond the block": with_flags(
-        *("--speculative-adaptive", "--speculative-adaptive-config", TOO_WIDE),
-        says=("--speculative-adaptive", "9", "block of 8"),
     ),
     "no draft given": lambda _: ([*MODEL, "--speculative-algorithm", "DFLASH"], (DRAFT_FLAG,)),
     "draft path missing": without_draft("/no/draft/here"),
@@ -101,16 +77,7 @@ STARTS: dict[str, Callable[[Path], Start]] = {
         [*MODEL, *dflash_arguments(TARGET)],
         ("DFlash", "Qwen3ForCausalLM"),
     ),
-    "PEAGLE without a draft": lambda _: (PEAGLE, (DRAFT_FLAG,)),
-    "PEAGLE with a DFlash draft": lambda _: (
-        [*PEAGLE, DRAFT_FLAG, str(DRAFT)],
-        ("no P-EAGLE checkpoint", "DFlashDraftModel"),
-    ),
     "P-EAGLE that reads the last layer": with_last_layer,
-    "a target whose capture is wrong": with_target(
-        "Gemma3ForCausalLM", "gemma3_text", "without the residual"
-    ),
-    "a target without capture": with_target("GraniteForCausalLM", "granite", "captures none"),
 }
 
 

@@ -99,21 +99,6 @@ def count_of(usage: dict) -> int:
     return usage["completion_tokens"]
 
 
-def test_log_probabilities_and_usage_of_completions(server, prompts):
-    for prompt in prompts:
-        request = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": 400, "logprobs": 2}
-        options = {"stream_options": {"include_usage": True}}
-        events = [*stream(server, {**request, **options}, "/v1/completions")]
-        whole = server.post("/v1/completions", request)
-        pieces = [choice["logprobs"] for event in events for choice in event["choices"] if choice["logprobs"]]
-        expected = whole["choices"][0]["logprobs"]
-        joined = {field: [value for piece in pieces for value in piece[field]] for field in expected}
-        assert joined["tokens"] == expected["tokens"]
-        assert joined["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-4)
-        assert [*map(set, joined["top_logprobs"])] == [*map(set, expected["top_logprobs"])]
-        assert count_of(events[-1]["usage"]) == count_of(whole["usage"])
-
-
 FUZZED = {
     "block 8": (8, DRAFT, ()),
     "block 16, pieces, copies": (16, DRAFT, ("--incremental-streaming-output", *COPIES)),

@@ -1,16 +1,12 @@
-"""Adaptive verify widths through a live server: grammars, log probabilities and reports.
+"""Adaptive verify widths through a live server: log probabilities and reports.
 
 The output is the target's at any width: rows of engine/test_lossless.py, test_penalized_answers.py,
-test_seeds.py and test_sampled_sequences.py test that, and engine/test_pauses.py the acceptance.
+test_seeds.py and test_sampled_sequences.py test that, and engine/test_own_lengths.py grammars.
 """
-
-import json
 
 import pytest
 from serving import Server, dflash_arguments, heldout_prompts
 from support import logprob_checks
-from support.grammars import EBNF, SCHEMA, greedy
-from support.parity import assert_same
 from support.servers import FLOAT32, MEASURED_COSTS, WIDTHS_CHANGE
 
 pytestmark = pytest.mark.server
@@ -25,12 +21,6 @@ def server(servers) -> Server:
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
     return [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 400][::18][:12]
-
-
-def test_grammars(server, reference, prompts):
-    kinds = {"json_schema": json.dumps(SCHEMA)}, {"ebnf": EBNF}, {}
-    requests = [greedy(prompt, 48, **kinds[i % 3]) for i, prompt in enumerate(prompts)]
-    assert_same(requests, server.generate_many(requests, 6), reference.answers(requests))
 
 
 def test_log_probabilities(server, reference, prompts):

@@ -14,7 +14,6 @@ CORE = (
     "test_kernel_compile.py",
     "test_kernels.py",
     "test_kv_chunks.py",
-    "test_lint_scripts.py",
     "test_penalty_kernels.py",
     "test_published_configs.py",
     "test_quiet_start.py",

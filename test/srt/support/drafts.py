@@ -100,28 +100,6 @@ def random_peagle_weights(layers: dict, num_aux: int, tokens: int) -> dict[str, 
     return weights
 
 
-def random_draft(folder: Path) -> Path:
-    """Write a random draft in a shape the trained draft lacks.
-
-    Attention bias, a sliding layer, fewer layers, more KV heads, and no target layer ids, which leaves them
-    to z-lab's even spread.
-    """
-    shape = {
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 24,
-        "use_sliding_window": True,
-        "max_window_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "intermediate_size": 96,
-        "attention_bias": True,
-    }
-    weights = random_weights(read_config(DRAFT) | shape, num_aux=2)
-    return make_draft(folder, lambda _: weights, **shape, dflash_config={"target_layer_ids": REMOVE})
-
-
 def _change(config: dict, changes: dict) -> None:
     for key, value in changes.items():
         if value is REMOVE:

@@ -30,10 +30,3 @@ def assert_schema(text: str) -> None:
     parsed = json.loads(text)
     assert set(parsed) == {"name", "kind", "lines"} and parsed["kind"] in ("function", "class"), text
     assert re.fullmatch("[a-z]{1,12}", parsed["name"]) and 0 <= parsed["lines"] <= 999, text
-
-
-def greedy(prompt: str, max_new_tokens: int, **sampling) -> dict:
-    return {
-        "text": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
-    }

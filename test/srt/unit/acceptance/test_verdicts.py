@@ -3,69 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.decisions import (
     Decision,
     accept_by_block_verification,
     accept_by_rejection,
-    accept_matching_prefix,
 )
 from support.enumeration import LAST, as_list, is_valid
-from support.rejection_batches import batches, certain
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
 
 RULES = [accept_by_rejection, accept_by_block_verification]
 
 
-def part(arguments, rows):
-    """Restrict the arguments of a rule to some of the requests."""
-    block, target_probs, draft, *uniforms = arguments
-    draft = DraftProbs(draft.ids[rows], draft.probs[rows])
-    return block[rows], target_probs[rows], draft, *[u[rows] for u in uniforms]
-
-
 def outcome(verdict: Decision) -> list[tuple[int, list[int]]]:
     rows = zip(verdict.accept_len.tolist(), verdict.out_tokens.tolist(), strict=True)
     return [(length, tokens[: length + 1]) for length, tokens in rows]
-
-
-@given(batches(), st.sampled_from(RULES))
-def test_a_verdict_makes_sense(arguments, rule):
-    block, target_probs, draft, accept_uniforms, final_uniforms = arguments
-    bs, width = block.shape
-    assert is_valid(block, target_probs, draft).all()
-    verdict = rule(*arguments)
-    assert (verdict.accept_len.shape, verdict.accept_len.dtype) == ((bs,), torch.int32)
-    assert (verdict.out_tokens.shape, verdict.out_tokens.dtype) == ((bs, width), torch.int64)
-    assert (verdict.bonus.shape, verdict.bonus.dtype) == ((bs,), torch.int64)
-    for row, (length, tokens) in enumerate(outcome(verdict)):
-        assert tokens == [*block[row, 1 : length + 1].tolist(), verdict.bonus[row].item()]
-        assert all(target_probs[row, k, token] > 0 for k, token in enumerate(tokens))
-    # The outcome of a request does not depend on its batch mates.
-    alone = [outcome(rule(*part(arguments, slice(row, row + 1))))[0] for row in range(bs)]
-    assert alone == outcome(verdict)
-    # Lower uniforms accept at least as much.
-    lucky = rule(block, target_probs, draft, accept_uniforms / 2, final_uniforms)
-    assert (lucky.accept_len >= verdict.accept_len).all()
-
-
-@given(batches(), st.sampled_from(RULES))
-def test_greedy_requests_ignore_the_uniforms(arguments, rule):
-    block, target_probs, draft, *uniforms = arguments
-    best = target_probs.argmax(dim=2)
-    verdict = rule(block, certain(best, target_probs.shape[2]), draft, *uniforms)
-    assert outcome(verdict) == outcome(accept_matching_prefix(block, best))
-
-
-@given(batches(), st.sampled_from(RULES))
-def test_a_perfect_draft_is_kept(arguments, rule):
-    block, target_probs, _, *uniforms = arguments
-    drafted = draw_by_inverse_cdf(target_probs[:, :-1].flatten(0, 1), uniforms[0].flatten())
-    block[:, 1:] = drafted.view(len(block), -1)
-    verdict = rule(block, target_probs, as_list(target_probs[:, :-1]), *uniforms)
-    assert (verdict.accept_len == block.shape[1] - 1).all()
 
 
 @pytest.mark.parametrize("rule", RULES)

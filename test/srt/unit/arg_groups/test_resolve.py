@@ -162,13 +162,6 @@ def test_basic_mode_leaves_out_what_is_extra(monkeypatch, caplog):
         assert part in said
 
 
-def test_a_block_wider_than_the_trained_one_is_warned_of(caplog):
-    resolve(record_of(speculative_num_draft_tokens=8))
-    assert "may accept less" not in caplog.text
-    resolve(record_of(speculative_num_draft_tokens=9))
-    assert "blocks of 9, and the draft was trained with 8: it may accept less" in caplog.text
-
-
 # Found once ours is to serve: name -> (changes to the draft's config, arguments)
 REFUSED_LATER = {
     "no draft": ({}, {"speculative_draft_model_path": None}),

@@ -131,19 +131,11 @@ def test_nemos_names_of_dflash_drafts(name, ours, tmp_path):
     assert read_draft_config(found, "draft").block_size == config["block_size"]
 
 
-def test_the_trained_number_is_the_default_and_a_ceiling(caplog):
+def test_the_trained_number_is_the_default():
     draft = read_draft_config(SimpleNamespace(**normalize(GOOD_PEAGLE, "ck")), "ck")
     assert isinstance(draft, PEagleDraftConfig) and draft.speculative_tokens == 7
     flags = SimpleNamespace(speculative_num_draft_tokens=None, speculative_dflash_block_size=None)
     assert choose_block_size(flags, draft) == 8
-    for flags.speculative_num_draft_tokens in (4, 8):
-        choose_block_size(flags, draft)
-    assert not caplog.records
-    flags.speculative_num_draft_tokens = 12
-    choose_block_size(flags, draft)
-    [record] = caplog.records
-    for words in ("blocks of 12", "trained with 8", "--num-draft-tokens 12"):
-        assert words in record.getMessage()
 
 
 def test_a_window_of_peagles_draft_is_refused():

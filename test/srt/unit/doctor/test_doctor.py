@@ -19,7 +19,7 @@ from training import quantization_cost
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, static_checks
-from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, blocks, other_interpretations
+from sglang_dflash.srt.doctor.interpretations import blocks, other_interpretations
 from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.report import as_json, page
@@ -372,27 +372,6 @@ def test_the_plain_drafts_are_the_librarys(golden, checkpoint, observed):
             logits = draft.draft_blocks(text.tokens, aux_hidden, anchors).logits[-1]
         expected = torch.from_numpy(data[f"logits_{i}"])[-len(logits) :]
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def accept_length(folder: Path, observed) -> float:
-    pair = open_pair(folder)
-    assert not [f for f in static_checks.findings(pair) if f.level == "fault"]
-    draft = measure.load_draft(pair, observed.target)
-    acceptance, _ = measure.draft_texts(draft, replace(observed, branches=[]), AS_CONFIGURED)
-    return acceptance.length
-
-
-@pytest.fixture(scope="module")
-def dense_length(observed) -> float:
-    return accept_length(DRAFT, observed)
-
-
-@pytest.mark.parametrize(
-    "scheme, lost", [("W8A16", 0.03), ("FP8_DYNAMIC", 0.03), ("W4A16", 0.1), ("NVFP4A16", 0.1)]
-)
-def test_acceptance_of_a_quantised_draft(scheme, lost, observed, dense_length, tmp_path):
-    length = accept_length(write_quantized(tmp_path / "draft", DRAFT, scheme), observed)
-    assert length > (1 - lost) * dense_length, (length, dense_length)
 
 
 def test_what_each_layer_lost(observed, tmp_path):

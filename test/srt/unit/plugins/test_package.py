@@ -13,10 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-import yaml
 from check_circles import imported_names
 from serving import ROOT
-from support.core_files import CORE
 
 SOURCE = ROOT / "python" / "sglang"
 GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
@@ -25,14 +23,6 @@ GROUPS = ("sglang.srt.platforms", "sglang.srt.plugins")
 @pytest.fixture(scope="module")
 def pyproject() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
-
-
-def test_core_files_import_no_sglang_at_collection():
-    """A file that does turns `make test-core` red, which only that lane would show."""
-    command = [sys.executable, "-m", "pytest", "--core", "--collect-only", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert {name for name in CORE if f"{name}::" in done.stdout} == set(CORE)
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -51,20 +41,6 @@ def test_pins(pyproject):
     assert requirements[0] == "sglang"
     assert not [line for line in requirements if "==" in line or "~=" in line or "<" in line]
     assert importlib.metadata.version("sglang") in SUPPORTED
-
-
-def test_every_supported_release_is_tested():
-    """The workflow's matrix has the recorded releases, and make installs the newest one."""
-    from sglang_dflash.srt.plugins.compatibility import SUPPORTED
-
-    workflows = {
-        path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")
-    }
-    assert all(workflow["jobs"] for workflow in workflows.values())
-    matrix = workflows["supported-versions.yml"]["jobs"]["test"]["strategy"]["matrix"]
-    assert matrix["sglang"] == list(SUPPORTED)
-    default = re.search(r"^SGLANG \?= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert default and default[1] == SUPPORTED[-1]
 
 
 def test_nothing_of_the_built_in_dflash_is_imported():
@@ -147,3 +123,20 @@ def test_links_of_the_wheels_description_are_absolute(wheel):
     links = re.findall(r"\]\(([^)\s]+)\)", metadata_of(wheel))
     assert len(links) > 20
     assert not [link for link in links if not link.startswith(("https://", "#"))]
+
+
+def test_the_picture_of_the_rooms_is_the_contract():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    outer, rooms, speculative = (contract["layers"] for contract in contracts if "layers" in contract)
+    at = rooms.index("speculative") + 1
+    page = (ROOT / "docs" / "dev" / "architecture.md").read_text()
+    [picture] = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    lines = [re.sub(r"\.py|/", "", line).strip() for line in picture.splitlines()]
+    assert lines == [*outer[:-1], *rooms[:at], *speculative, *rooms[at:], outer[-1]]
+
+
+def test_the_small_environment_has_the_linters_of_the_large_one():
+    makefile = (ROOT / "Makefile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [line] = [line for line in makefile.splitlines() if ".venv-lint/bin/pip install" in line]
+    assert set(re.findall(r"'([^']+)'", line)) < set(extras["lint"])

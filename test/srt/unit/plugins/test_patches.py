@@ -267,16 +267,6 @@ def test_an_unchanged_release_says_nothing(caplog):
     assert compatibility.why_off() is None and not caplog.records
 
 
-def test_the_record_of_arguments_carries_the_decision(as_another_sglang):
-    """SGLang's record refuses new fields; ours must pass, and reach the children."""
-    from sglang.srt.server_args import ServerArgs
-
-    as_another_sglang("0.5.99", EXAMPLE)
-    args = ServerArgs(model_path="none")
-    assert compatibility.leave_to_sglang(args)
-    assert Implementation.from_server_args(pickle.loads(pickle.dumps(args))).is_builtin
-
-
 IMPORTED_BEFORE = """
 import sys
 import sglang.srt.managers.scheduler

@@ -1,40 +1,21 @@
-"""The benchmark: prompts, alternating rounds, ratios, comparison of answers, and floors of accept lengths."""
+"""The benchmark: shared words, alternating rounds, ratios, comparison of answers, and floors."""
 
 import contextlib
-import hashlib
 import json
 import subprocess
 import sys
 
-import acceptance
 import bench
 import check
-import peers
 import prompt_sets
 import pytest
 import report
 import ties
-import transformers
 from acceptance import Acceptance, shortfall
 from bench import Load
 from prompt_sets import CHAT_SETS
 from safetensors.torch import load_file
-from serving import DRAFT, ROOT, TARGET
-
-
-def test_humaneval_is_the_packages_file():
-    digest = hashlib.sha256(prompt_sets.HUMANEVAL.read_bytes()).hexdigest()
-    assert digest == "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
-
-
-@pytest.mark.parametrize("name, count", [("humaneval", 164), ("chat", 40), ("edits", 73)])
-def test_a_set_has_chats_that_end_with_a_request(name, count):
-    prompts = prompt_sets.load(name).prompts
-    assert len({prompt["id"] for prompt in prompts}) == len(prompts) == count
-    for prompt in prompts:
-        roles = [message["role"] for message in prompt["messages"]]
-        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
-        assert all(message["content"].strip() for message in prompt["messages"])
+from serving import DRAFT, ROOT
 
 
 def test_a_shared_run_of_words_is_found():
@@ -206,17 +187,6 @@ def test_rounding_is_the_largest_change_before_a_different_token():
     assert check.tie_margin(0.25) == 1.0 and check.tie_margin(0.0) == ties.FLOAT32_TIE
 
 
-def test_transformers_is_measured_and_absent_engines_are_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    [peer] = peers.find(str(TARGET), "float32", 1, None)
-    said = capsys.readouterr().out
-    assert "llama.cpp is not measured" in said and "vLLM is not measured" in said
-    sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    with peer.serve() as server:
-        answers = server.generate_many([{"text": "def add(a, b):\n", "sampling_params": sampling}], 4)
-    assert answers == [peers.as_answer(12, "length")]
-
-
 def test_an_accept_length_and_its_floor():
     measured = Acceptance(drafted_per_step=3, kept=[2, 1, 0, 1])
     assert measured.drafts == 4 and measured.accepted_tokens == 4
@@ -226,62 +196,3 @@ def test_an_accept_length_and_its_floor():
     assert (one_token.accept_length, one_token.rate, one_token.by_position) == (1.0, 0, [])
     assert shortfall("set", 2.0, {"accept_length": 2.05, "floor": 0.95}) is None
     assert "2.000 is below 2.090" in shortfall("set", 2.0, {"accept_length": 2.2, "floor": 0.95})
-
-
-class Blocks:
-    """A server whose answers have these histograms of blocks. None: an answer without speculation."""
-
-    def __init__(self, *histograms: list[int] | None):
-        self.histograms, self.bodies = list(histograms), []
-
-    def get(self, path):
-        return {"internal_states": [{}]}
-
-    def generate_many(self, bodies, concurrency):
-        self.bodies += bodies
-        assert concurrency == 1
-        infos = []
-        for histogram in (self.histograms.pop(0) for _ in bodies):
-            counts = {"spec_verify_ct": sum(histogram), "spec_num_proposed_drafts": 15 * sum(histogram)}
-            infos.append({"meta_info": counts | {"spec_correct_drafts_histogram": histogram}})
-        return infos
-
-
-# Answers of 100 blocks or of one, with lengths 8 and 4.12 or 4.
-LONG, SHORT, ONE_LONG, ONE_SHORT = [0] * 7 + [100], [0] * 3 + [88, 12], [0] * 7 + [1], [0] * 3 + [1]
-SETS = ("gsm8k", "humaneval-published", "mt-bench")
-
-
-@pytest.mark.parametrize(
-    ("sets", "histograms", "status"),
-    [
-        # Over blocks the first answers would fall below the floor of 6.058, and the second ones reach it.
-        (SETS, [ONE_LONG, SHORT, *[LONG] * 4], 0),
-        (SETS, [LONG, ONE_SHORT, *[LONG] * 4], 1),
-        (("gsm8k",), [LONG, LONG], 2),  # a set that was not measured is no success
-        ((), [], 2),
-        (("gsm8k",), [SHORT, SHORT], 1),
-    ],
-)
-def test_published_lengths_are_means_over_prompts(sets, histograms, status, monkeypatch, tmp_path):
-    """One request at a time, by the target's own template, without thinking."""
-
-    class Template:
-        def apply_chat_template(self, messages, *, enable_thinking, add_generation_prompt, **_):
-            assert add_generation_prompt and not enable_thinking
-            return {"input_ids": [1, 2, 3]}
-
-    server = Blocks(*histograms)
-    monkeypatch.setattr(acceptance, "Server", lambda *_: server)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", {"Qwen/Qwen3-8B": Template()}.get)
-    files = [f"{name}={tmp_path / name}" for name in sets]
-    for name in sets:
-        (tmp_path / name).write_text('{"messages": [{"role": "user", "content": "?"}]}\n' * 2)
-    prompts = ["--prompts", *files] if files else []
-    monkeypatch.setattr(
-        sys, "argv", ["x", "--profile", "qwen3-8b-dflash", "--url", "http://unused", *prompts]
-    )
-    monkeypatch.chdir(ROOT)
-    assert acceptance.main() == status
-    asked = {(*body["input_ids"], *body["sampling_params"].values()) for body in server.bodies}
-    assert asked <= {(1, 2, 3, 0, 2048)}

@@ -206,8 +206,7 @@ COSTS = {
     "busy": Cost(request=0.1, row=0.06, draft=0.3, each=0.05),
 }
 LOADS_AND_MIXES = [
-    *itertools.product((1, 64), ("strong", "usual", "weak", "random")),
-    *itertools.product((16, 64), ("strong weak", "strong random", "strong usual weak random")),
+    *((1, "usual"), (64, "weak"), (64, "random"), (16, "strong random"), (64, "strong usual weak random")),
 ]
 
 
@@ -299,20 +298,19 @@ def test_a_draft_that_becomes_bad_is_given_up():
 ROWS_OF_THE_DRAFT_COST = Cost(row=0.02, draft=0.05, each=0.06)
 
 
-@pytest.mark.parametrize("n", [1, 16])
 @pytest.mark.parametrize("mix", ["usual", "strong random"])
-def test_a_narrower_draft_block_is_used_where_it_pays(mix, n):
+def test_a_narrower_draft_block_is_used_where_it_pays(mix):
     """Its tokens are accepted as often, and three rows of the draft cost less than seven."""
-    whole = Simulation(ROWS_OF_THE_DRAFT_COST, mix.split()).run(n, cycles=3000, warm=2000)
-    server = Simulation(ROWS_OF_THE_DRAFT_COST, mix.split(), narrow=1.0).run(n, cycles=3000, warm=2000)
-    assert server.speed > (0.995 if n == 1 else 1.02) * whole.speed
+    whole = Simulation(ROWS_OF_THE_DRAFT_COST, mix.split()).run(16, cycles=3000, warm=2000)
+    server = Simulation(ROWS_OF_THE_DRAFT_COST, mix.split(), narrow=1.0).run(16, cycles=3000, warm=2000)
+    assert server.speed > 1.02 * whole.speed
 
 
 @pytest.mark.parametrize("n", [1, 16])
 def test_looking_for_a_narrower_block_costs_less_than_a_hundredth(n):
     """Its tokens are accepted half as often: from the first cycle on, it is hardly used."""
     speed = {0.0: 0.0, 0.5: 0.0}
-    for seed, narrow in itertools.product(range(6), speed):
+    for seed, narrow in itertools.product(range(3), speed):
         server = Simulation(ROWS_OF_THE_DRAFT_COST, ["usual"], narrow=narrow, seed=seed)
         speed[narrow] += server.run(n, cycles=1000, warm=0).speed
         assert 0 < server.narrow_cycles < 60 if narrow else server.narrow_cycles == 0
