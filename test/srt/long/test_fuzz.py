@@ -148,7 +148,11 @@ class Seen(Watch):
 
     def on_begun(self, batch):
         self.sizes.add(len(batch.reqs))
-        report = {**self.worker.width_report, "copied": self.copied, "sizes": sorted(self.sizes)}
+        report = {
+            **self.worker.reports["speculative_width"],
+            "copied": self.copied,
+            "sizes": sorted(self.sizes),
+        }
         self.path.write_text(json.dumps(report))
 
     def on_committed(self, batch, cycle, aux_hidden, accepted):

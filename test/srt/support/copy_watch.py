@@ -20,7 +20,9 @@ class Outcomes(CycleObserver):
 
     def on_begun(self, batch):
         """Write the outcomes of the cycles known so far."""
-        self.path.write_text(json.dumps({**self.worker.copy_report, "widths": self.worker.width_report}))
+        reports = self.worker.reports
+        report = {**reports["speculative_copy_ahead"], "widths": reports["speculative_width"]}
+        self.path.write_text(json.dumps(report))
 
 
 class Watch(Outcomes):

@@ -143,7 +143,7 @@ class Simulation:
             else:
                 choice = self.chooser.choose(requests, n * self.context, matches, caps)
                 num_held = choice.num_cycles - 1
-            lengths, is_narrow = choice.lengths, choice.draft_slots is not None
+            lengths, is_narrow = choice.lengths, choice.draft_slots > 0
             accept_probs = self.accept_probs * (self.narrow if is_narrow else 1.0)
             prefix_accept_prob = accept_probs.cumprod(axis=1)
             hits = (self.rng.random(accept_probs.shape) < accept_probs).cumprod(axis=1).sum(axis=1)

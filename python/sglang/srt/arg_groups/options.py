@@ -24,19 +24,13 @@ _EXTRA: dict[str, Option[Any]] = {
 }
 
 
-class _SetSampleMethod(argparse.Action):
-    """Request probabilistic drafting by SGLang's --speculative-use-rejection-sampling."""
+class _SetOption(argparse.Action):
+    """Set an option. A sample method also sets SGLang's --speculative-use-rejection-sampling."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        namespace.speculative_use_rejection_sampling = values == "probabilistic"
-        DFlashOptions.DRAFT_SAMPLE_METHOD.set(values)
-
-
-class _SetHeadDtype(argparse.Action):
-    """Set the option of the head's dtype."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        DFlashOptions.DRAFT_HEAD_DTYPE.set(values)
+        getattr(DFlashOptions, self.dest.removeprefix("speculative_").upper()).set(values)
+        if self.dest == "speculative_draft_sample_method":
+            namespace.speculative_use_rejection_sampling = values == "probabilistic"
 
 
 class _TurnOn(argparse._StoreTrueAction):
@@ -102,14 +96,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-draft-sample-method",
         "How drafted tokens of sampled requests are chosen: the draft's argmax (default), or a draw from its "
         "distribution, verified with its true probabilities. At temperature 0 it is always the argmax.",
-        action=_SetSampleMethod,
+        action=_SetOption,
         choices=("greedy", "probabilistic"),
     )
     add(
         "--speculative-draft-head-dtype",
         "LM head used for drafting: as it is (default), or an FP8 copy of half the size (sm_89 and later). "
         "Lossless: verification uses the head as it is.",
-        action=_SetHeadDtype,
+        action=_SetOption,
         choices=("auto", "fp8"),
     )
     add(

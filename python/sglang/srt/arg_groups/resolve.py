@@ -112,6 +112,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     )
     from sglang.srt.arg_groups.overrides import declare_resolution
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import _get_and_verify_dtype
 
     args = resolving_view(server_args)
     _warn_of_ignored_flags(args)
@@ -148,11 +149,14 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     if inherited is not None and not args._speculative_draft_quantization_explicitly_set:
         logger.info("DFLASH: --quantization %s is the target's; the draft stays as it is saved.", inherited)
     adjusted |= resolve_basic_mode(args)
+    dtype = args.dtype  # the draft has to have it too
+    if dtype == "auto":
+        dtype = str(_get_and_verify_dtype(target_config, dtype)).removeprefix("torch.")
     declare_resolution(
         server_args,
         source=SOURCE,
         # SGLang sizes KV reservations from steps and topk for every algorithm; a chain is 1 and 1.
-        dtype=_target_dtype(args.dtype, target_config),
+        dtype=dtype,
         speculative_num_steps=1,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=block_size,
@@ -230,15 +234,6 @@ def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -
             tokenizer_backend=args.tokenizer_backend,
         )
     find_mask_token(draft, tokenizer, args.speculative_draft_model_path, target_tokens)
-
-
-def _target_dtype(given: str, target_text_config: Any) -> str:
-    """Return the target's dtype for `--dtype`, maybe auto; the draft has to have it too."""
-    from sglang.srt.configs.model_config import _get_and_verify_dtype
-
-    if given != "auto":
-        return given
-    return str(_get_and_verify_dtype(target_text_config, given)).removeprefix("torch.")
 
 
 def _warn_of_ignored_flags(args: Any) -> None:

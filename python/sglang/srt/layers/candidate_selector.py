@@ -11,38 +11,8 @@ Pure functions; every random number is passed in. Shapes: bs requests, S drafted
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs, walk_triton
-from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf
-
-
-def walk(
-    candidates: Candidates,
-    anchors: torch.Tensor,
-    predecessor_codebook: torch.Tensor,
-    successor_codebook: torch.Tensor,
-    draw: DrawInputs | None = None,
-) -> tuple[torch.Tensor, DraftProbs | None]:
-    """Return tokens [bs, S] int64 and, if they are sampled, their distributions.
-
-    NaN counts as the lowest score, infinity as the highest finite one. Such a draft costs acceptance and
-    nothing else, as verification uses the probabilities that it was sampled from.
-
-    Args:
-        candidates: of every slot.
-        anchors: [bs] int64, the token before each block.
-        predecessor_codebook: [vocab, r], rows by token id.
-        successor_codebook: [vocab, r], rows by token id.
-        draw: parameters of a sampled walk. None: the best token of every slot.
-    """
-    run = walk_triton if candidates.ids.is_cuda else walk_torch
-    tokens, probs = run(
-        candidates,
-        anchors=anchors,
-        predecessor_codebook=predecessor_codebook,
-        successor_codebook=successor_codebook,
-        draw=draw,
-    )
-    return tokens, None if probs is None else DraftProbs(candidates.ids, probs)
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
+from sglang_dflash.srt.layers.draft_probs import draw_by_inverse_cdf
 
 
 def walk_torch(

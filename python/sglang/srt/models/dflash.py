@@ -212,13 +212,18 @@ class DFlashDraftModel(BlockDraftModel):
         `input_ids` and `positions` are [num_blocks * D] int64. The CUDA graph captures head and argmax as
         well, unless the forward ends before the head.
         """
-        hidden_states = self.run_layers(input_ids, positions, forward_batch)
+        hidden_states, residual = self.embed(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
+        hidden_states = self.norm(hidden_states, residual)[0]
         output = self.output_class(None, hidden_states=hidden_states)
         if not self.ends_before_head(forward_batch):
             blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
             anchors = input_ids.view(blocks.shape[:2])[:, :1]
             drafted = self.choose_greedily(output, blocks[:, self.draft.num_idle_rows :], anchors)
-            output.draft_tokens, output.blocks = drafted.flatten(), self.whole_blocks(anchors, drafted)
+            out = None if self._blocks is None else self._blocks[: anchors.shape[0]]
+            output.draft_tokens = drafted.flatten()
+            output.blocks = torch.cat((anchors, drafted), dim=1, out=out)
         return output
 
     def choose_greedily(self, output: DraftOutput, rows: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
@@ -227,18 +232,6 @@ class DFlashDraftModel(BlockDraftModel):
         `anchors` are [num_blocks, 1] int64.
         """
         return self.draft_tokens(rows.flatten(0, 1)).view(rows.shape[:2])
-
-    def whole_blocks(self, anchors: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Join anchors [num_blocks, 1] and drafted [num_blocks, B - 1] in allocated blocks."""
-        out = None if self._blocks is None else self._blocks[: anchors.shape[0]]
-        return torch.cat((anchors, drafted), dim=1, out=out)
-
-    def run_layers(self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch) -> torch.Tensor:
-        """Return hidden states after the final norm, [num_blocks * D, hidden]."""
-        hidden_states, residual = self.embed(input_ids), None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
-        return self.norm(hidden_states, residual)[0]
 
     @torch.no_grad()
     def write_context_kv(

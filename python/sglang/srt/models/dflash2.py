@@ -14,9 +14,9 @@ from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_dflash.kernels.ops.speculative.block_conv import block_conv
-from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
+from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs, walk_triton
 from sglang_dflash.srt.configs.draft_kinds import DFLASH2_ARCHITECTURES, DFlash2DraftConfig
-from sglang_dflash.srt.layers.candidate_selector import walk
+from sglang_dflash.srt.layers.candidate_selector import walk_torch
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.layers.vocab_argmax import largest_logits
 from sglang_dflash.srt.models.block_draft import DraftOutput
@@ -105,14 +105,20 @@ class CandidateSelector(nn.Module):
     def walk(
         self, candidates: Candidates, anchors: torch.Tensor, draw: DrawInputs | None = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
-        """Run `candidate_selector.walk` with these codebooks."""
-        return walk(
+        """Return tokens [bs, S] int64 and, if they are sampled, their distributions.
+
+        NaN counts as the lowest score, infinity as the highest finite one. Verification uses the
+        probabilities of the draw. `anchors` are [bs] int64. Without `draw`: each slot's best token.
+        """
+        run = walk_triton if candidates.ids.is_cuda else walk_torch
+        tokens, probs = run(
             candidates,
             anchors=anchors,
             predecessor_codebook=self.predecessor_codebook,
             successor_codebook=self.successor_codebook,
             draw=draw,
         )
+        return tokens, None if probs is None else DraftProbs(candidates.ids, probs)
 
 
 class DFlash2DraftModel(DFlashDraftModel):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 
@@ -125,11 +124,6 @@ def run_row_checks(checks: Iterable[RowCheck]) -> None:
         )
 
 
-def make_parse_quant_config() -> Callable[[Any], Any]:
+def parse_quant_config(parse: Callable[[Any], Any], config: Any) -> Any:
     """Wrap SGLang's `ModelConfig._parse_quant_hf_config`: a draft of ours is dense to it."""
-    original = ModelConfig._parse_quant_hf_config
-
-    def _parse_quant_hf_config(self: Any) -> Any:
-        return None if hasattr(self.hf_config, ATTRIBUTE) else original(self)
-
-    return _parse_quant_hf_config
+    return None if hasattr(config.hf_config, ATTRIBUTE) else parse(config)

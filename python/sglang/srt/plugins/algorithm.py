@@ -111,20 +111,15 @@ def register_in_scheduler() -> None:
 
     They replace two models and a backend that SGLang has under the same names.
     """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.models.registry import ModelRegistry
 
     if DFlashOptions.PLANS_WITHIN_BOUNDS.get():
-        _register_flashinfer()
+        from sglang_dflash.srt.layers.attention import flashinfer_plans
+
+        create = functools.partial(flashinfer_plans.create_backend, create=ATTENTION_BACKENDS["flashinfer"])
+        register_attention_backend("flashinfer")(create)
     ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
-
-
-def _register_flashinfer() -> None:
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
-
-    from sglang_dflash.srt.layers.attention import flashinfer_plans
-
-    create = functools.partial(flashinfer_plans.create_backend, create=ATTENTION_BACKENDS["flashinfer"])
-    register_attention_backend("flashinfer")(create)
 
 
 def prepare_scheduler() -> type:

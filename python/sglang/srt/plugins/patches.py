@@ -165,14 +165,14 @@ AT_FRONT_END = (
         why="after an unknown level of request logs SGLang answers each request with HTTP 500",
         ours="srt.speculative.control_requests.check_and_configure_logging",
     ),
-    Patch(
+    wrapping(
         target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
         until="0.5.23",
         upstream="https://github.com/sgl-project/sglang/issues/31915",
         feature="streamed calls that a request requires",
         signature="(self, new_text, tools)",
         why="SGLang 0.5.22 loses arguments if one chunk holds several steps of a required call",
-        build=call_ours("srt.plugins.tool_parsers.json_arrays_in_pieces"),
+        ours="srt.plugins.tool_parsers.json_arrays_in_pieces",
     ),
     wrapping(
         target="sglang.srt.entrypoints.engine.Engine._launch_detokenizer_subprocesses",
@@ -217,24 +217,24 @@ AT_DETOKENIZER = (
     ),
 )
 
-_REPORTS = Patch(
+_REPORTS = wrapping(
     target="sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
     upstream="docs/dev/upstream/plugin-doors.md",
     feature="DFLASH's reports in /server_info",
     signature="(self, state)",
     why="report in /server_info who serves and why, the verify width in force, and its reason",
-    build=call_ours("srt.plugins.server_info.make_add_speculative"),
+    ours="srt.plugins.server_info.add_reports",
 )
 
 AT_WORKER = (
     _REPORTS,
-    Patch(
+    wrapping(
         target="sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
         upstream="https://github.com/sgl-project/sglang/issues/39087",
         feature="quantized drafts",
         signature="(self)",
         why="we dequantize drafts ourselves; SGLang has no kernel for some, and none on a CPU",
-        build=call_ours("srt.models.quantized_linear.make_parse_quant_config"),
+        ours="srt.models.quantized_linear.parse_quant_config",
     ),
     Patch(
         target="sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",

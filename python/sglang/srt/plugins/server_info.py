@@ -1,7 +1,5 @@
 """Our fields of `/server_info`, and the check that all ranks run ours."""
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
@@ -32,29 +30,18 @@ def check_ranks_run_ours() -> None:
         ) from error
 
 
-def make_add_speculative() -> Callable[[Any, dict], None]:
-    """Return SGLang's `_add_speculative`, extended by who serves, why, and reports.
+def add_reports(add_speculative: Callable[[Any, dict], None], controller: Any, state: dict) -> None:
+    """Extend SGLang's `_add_speculative` by who serves, why, and reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
     proposed, `speculative_plans` if FlashInfer plans blocks.
     """
-    from sglang.srt.managers.scheduler_components.internal_state import SchedulerInternalStateController
-
-    original = inspect.unwrap(SchedulerInternalStateController._add_speculative)
-
-    @functools.wraps(original)
-    def add_speculative(self, state):
-        original(self, state)
-        implementation = Implementation.from_server_args(self.scheduler.server_args)
-        state["speculative_implementation"] = asdict(implementation)
-        if implementation.is_builtin:
-            return
-        worker = self.scheduler.draft_worker
-        reports = {
-            "speculative_width": worker.width_report,
-            "speculative_copy_ahead": worker.copy_report,
-            "speculative_plans": worker.plan_report | getattr(self.scheduler.future_map, "counts", {}),
-        }
-        state.update({name: report for name, report in reports.items() if report})
-
-    return add_speculative
+    add_speculative(controller, state)
+    scheduler = controller.scheduler
+    implementation = Implementation.from_server_args(scheduler.server_args)
+    state["speculative_implementation"] = asdict(implementation)
+    if implementation.is_builtin:
+        return
+    reports = scheduler.draft_worker.reports
+    reports["speculative_plans"] |= getattr(scheduler.future_map, "counts", {})
+    state.update({name: report for name, report in reports.items() if report})

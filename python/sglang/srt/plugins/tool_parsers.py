@@ -81,17 +81,9 @@ def register() -> None:
                 registry[name] = piecewise(detector)
 
 
-def json_arrays_in_pieces() -> Callable[..., Any]:
-    """Build `JsonArrayParser.parse_streaming_increment`, used for required calls.
+def json_arrays_in_pieces(parse: Callable[..., Any], parser: Any, new_text: str, tools: Any) -> Any:
+    """Wrap `JsonArrayParser.parse_streaming_increment`, used for required calls.
 
     SGLang 0.5.22 gives one name or one argument for each chunk, and the rest never.
     """
-    from sglang.srt.function_call.json_array_parser import JsonArrayParser
-
-    original = JsonArrayParser.parse_streaming_increment
-
-    @functools.wraps(original)
-    def parse_streaming_increment(self: Any, new_text: str, tools: Any) -> Any:
-        return join_results([original(self, piece, tools) for piece in pieces_of(new_text)])
-
-    return parse_streaming_increment
+    return join_results([parse(parser, piece, tools) for piece in pieces_of(new_text)])

@@ -37,8 +37,7 @@ def check_and_dispatch(dispatch_to_scheduler: Callable[..., None], manager: Any,
 
 def find_control_problem(obj: Any) -> str | None:
     """Return why the scheduler could not run this control request of SGLang's, or None."""
-    check = _CHECKS.get(type(obj))
-    return check(obj) if check is not None else None
+    return _CHECKS.get(type(obj), lambda _: None)(obj)
 
 
 async def answer_profile_errors(execute_profile: Callable[..., Any], manager: Any, req: Any) -> Any:

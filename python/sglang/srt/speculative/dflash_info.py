@@ -63,12 +63,6 @@ class DFlashDraftInput(SpecInput):
         self.num_tokens_per_req = 1
         self.num_tokens_for_logprob_per_req = 1
 
-    @classmethod
-    def empty(cls, device: torch.device) -> "DFlashDraftInput":
-        """Make the input of a batch without requests."""
-        nothing = torch.empty((0,), dtype=torch.int64, device=device)
-        return cls(bonus_tokens=nothing, new_seq_lens=nothing)
-
     def prepare_for_decode(self, batch) -> None:
         """Reserve KV slots for the next cycle. The scheduler calls this before each decode step."""
         batch.maybe_evict_swa()
@@ -83,14 +77,10 @@ class DFlashDraftInput(SpecInput):
         batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
         batch.seq_lens_sum = sum(committed)
 
-    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int]) -> None:
         """Keep these rows of the batch."""
         self.reserved_lens_cpu = NOT_RESERVED
-        known = self.known_lens
-        if new_indices_cpu is None:
-            self.known_lens = [UNKNOWN] * len(new_indices)
-        else:
-            self.known_lens = [known[i] for i in new_indices_cpu]
+        self.known_lens = [self.known_lens[i] for i in new_indices_cpu]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
             return
@@ -170,25 +160,6 @@ class DFlashVerifyInput(SpecInput):
     ragged: "VerifyLayout | None" = None
     # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
     spread: list[int] | None = None
-
-    @classmethod
-    def for_target(
-        cls,
-        layout: "VerifyLayout",
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        spread: list[int] | None = None,
-    ) -> "DFlashVerifyInput":
-        """Describe a verify forward of a layout: tokens and positions are [T] int64."""
-        return cls(
-            layout.verify_len,
-            capture_hidden_mode=CaptureHiddenMode.FULL,
-            draft_token=tokens,
-            positions=positions,
-            spread=spread,
-            ragged_verify_layout=layout.for_graph,
-            ragged=None if layout.is_rectangle else layout,
-        )
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)

@@ -171,8 +171,8 @@ class DFlashWorker(BaseSpecWorker):
         if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
             with as_draft(self.draft_parallel_layout):
                 prewarm_probabilistic_step(self.drafter.fill, target_runner, self.block_size)
-        # SGLang sizes the KV pool next, and leaves this room. 0.5.22 does not.
-        if hasattr(result, "sampling_headroom_bytes") and target_runner.token_to_kv_pool.post_capture_active:
+        # SGLang sizes the KV pool next, and leaves this room.
+        if target_runner.token_to_kv_pool.post_capture_active:
             with as_draft(self.draft_parallel_layout):
                 result = replace(result, sampling_headroom_bytes=sampling_headroom(self))
             target_runner.sampling_prewarm_result = result
@@ -196,19 +196,13 @@ class DFlashWorker(BaseSpecWorker):
         return (self._target_worker.model_runner.attn_backend, self._draft_worker.model_runner.attn_backend)
 
     @property
-    def width_report(self) -> dict[str, Any]:
-        """Verify length in force and its reasons, for `/server_info`."""
-        return self._planner.report()
-
-    @property
-    def plan_report(self) -> dict[str, Any]:
-        """Counts of FlashInfer plans and of cycles without a graph, for `/server_info`."""
-        return dict(self._shared_plans.counts)
-
-    @property
-    def copy_report(self) -> dict[str, Any]:
-        """Outcomes of copies, for `/server_info`."""
-        return self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {}
+    def reports(self) -> dict[str, dict[str, Any]]:
+        """Fields of `/server_info`; what is off has none."""
+        return {
+            "speculative_width": self._planner.report(),
+            "speculative_copy_ahead": self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {},
+            "speculative_plans": dict(self._shared_plans.counts),
+        }
 
     def weight_update_runners(self):
         """List the runners whose weights may be updated beside the target's."""
@@ -266,7 +260,7 @@ class DFlashWorker(BaseSpecWorker):
         cache_loc = plan.write_ids(self._draft_worker.model_runner.kv_index_translator)
         next_tokens = self.tp_sync.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids).long()
         if is_penalized:
-            self.penalties.count_prefill(batch, next_tokens)
+            self.penalties.count(batch, next_tokens[:, None], torch.zeros_like(next_tokens).int())
         self.notify("on_prefilled", batch, prompts, aux_hidden)
         self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         self.copies.end_prefill(prompts, next_tokens)
@@ -327,7 +321,7 @@ class DFlashWorker(BaseSpecWorker):
             batch=batch,
             plan=plan,
             block_size=self.block_size,
-            needs_draft=plan.copies is None and self.copies.needs_draft(copies),
+            needs_draft=plan.copies_each_match and self.copies.needs_draft(copies),
             target_runner=self._target_worker.model_runner,
         )
         cycle, block = cycle.with_layout(layout), copies.overlay(block)
@@ -359,7 +353,7 @@ class DFlashWorker(BaseSpecWorker):
             batch, cycle=cycle, block=block, logits_output=logits_output, caps=plan.caps
         )
         if Penalties.are_requested(batch.sampling_info):
-            self.penalties.count_block(batch, accepted)
+            self.penalties.count(batch, accepted.tokens, accepted.accept_len)
         if self.target_states.are_recurrent:
             self.target_states.commit(batch, accepted.commit_lens)
         on_publish(accepted.committed)

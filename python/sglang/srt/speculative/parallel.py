@@ -24,7 +24,6 @@ from sglang.srt.speculative.spec_utils import draft_pp_context
 
 from sglang_dflash.srt.compat import run_as_draft
 from sglang_dflash.srt.speculative.cycle.host import table_rows
-from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput, DFlashVerifyInput
@@ -84,7 +83,7 @@ def run_idle(batch: Any, target_worker: Any, block_size: int) -> GenerationBatch
     nothing = torch.empty((0,), dtype=torch.int64, device=target_worker.device)
     if not batch.is_extend_in_batch:
         # SGLang reads from it how many rows each request of the other ranks has.
-        batch.spec_info = DFlashVerifyInput.for_target(whole_blocks(0, block_size), nothing, nothing)
+        batch.spec_info = DFlashVerifyInput(block_size, CaptureHiddenMode.FULL, nothing, nothing)
     forward_batch = ForwardBatch.init_new(
         batch,
         target_worker.model_runner,
@@ -96,7 +95,7 @@ def run_idle(batch: Any, target_worker: Any, block_size: int) -> GenerationBatch
     return GenerationBatchResult(
         next_token_ids=nothing,
         accept_lens=nothing.int(),
-        next_draft_input=DFlashDraftInput.empty(target_worker.device),
+        next_draft_input=DFlashDraftInput(nothing, nothing),
         new_seq_lens=nothing,
         can_run_cuda_graph=False,
         speculative_num_draft_tokens=block_size,

@@ -151,7 +151,7 @@ class RoutedUpdater:
     def __init__(self, runner: Any, draft: Any, drafts: "RoutedUpdater | None" = None):
         self._updater, self._model_config = runner.weight_updater, runner.model_config
         self._model, self._draft, self._drafts = runner.model, draft, drafts
-        self._kind = "draft" if drafts is None else "target"
+        self._kind = "target" if drafts else "draft"
         config = self._model_config
         # Read when first needed, from the files that the server started with.
         self._stored = functools.cache(functools.partial(stored_tensors, config.model_path, config.revision))
@@ -162,7 +162,7 @@ class RoutedUpdater:
         self._problem = ""  # of some rank, once all ranks know it
         self._has_written = False
         load = self._model.load_weights
-        self._load_weights = functools.partial(load_tensors, draft) if drafts is None else load
+        self._load_weights = load if drafts else functools.partial(load_tensors, draft)
         self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
 
     def __getattr__(self, name: str) -> Any:
@@ -173,7 +173,7 @@ class RoutedUpdater:
     def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         """Load a checkpoint of this runner's kind, which must be whole."""
         # Trainers write the target's weights into bare folders, without a config.json.
-        if is_draft(read_config(model_path, None) or {}) != (self._drafts is None):
+        if is_draft(read_config(model_path, None) or {}) != (not self._drafts):
             return True, "Succeeded to update model weights."  # it is the other model's
         before, load = self._model_config.model_path, self._updater.update_weights_from_disk
         self.selector, self._is_whole = self._kind, True
@@ -212,7 +212,7 @@ class RoutedUpdater:
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         """Load tensors from the checkpoint engine, which sends them once, for the target."""
-        if self._drafts is None:
+        if not self._drafts:
             return True, "The draft takes no weights from the checkpoint engine."
         self.selector = "target"
         return self._update(lambda: self._updater.update_weights_from_ipc(recv_req))
@@ -274,7 +274,7 @@ class RoutedUpdater:
         """
         if self.selector != "all":
             return self._check(list(weights), load_format)
-        if self._drafts is None:
+        if not self._drafts:
             checked, self._checked = self._checked, None
             return checked
         own: list[tuple[str, Any]] = []
@@ -295,7 +295,7 @@ class RoutedUpdater:
             compare_tensors(own, {name: StoredTensor.from_tensor(one) for name, one in parameters})
         elif load_format is not None:
             pass  # a loader of the user's own, which may take other names
-        elif self._drafts is None:
+        elif not self._drafts:
             return check_tensors(self._draft, own, is_update=not self._is_whole)
         elif (stored := self._stored()) is not None:
             compare_tensors(own, stored, without_prefix)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from sglang_dflash.srt.speculative.cycle.plan import NO_WORK
+
 # These pass the schedules to the scheduler's process.
 _VARIABLE, _DRAFT_SLOTS = "SCHEDULED_LENGTHS", "SCHEDULED_DRAFT_SLOTS"
 
@@ -57,7 +59,7 @@ def narrow_drafts(module) -> None:
         if draft_slots is None:
             return plan
         # The policy has no estimates of widths that it would not choose.
-        return plan._replace(draft_slots=max(draft_slots, plan.verify_len - 1), work=None)
+        return plan._replace(draft_slots=max(draft_slots, plan.verify_len - 1), work=NO_WORK)
 
     module.AdaptiveLengths.choose = choose_with_draft_slots
 

@@ -138,7 +138,7 @@ def test_the_rule_is_the_servers_choice(by_blocks):
     spec = SimpleNamespace(
         speculative_use_rejection_sampling=False, speculative_use_block_verification=by_blocks
     )
-    assert rejection_rule(spec) is None
+    assert not rejection_rule(spec)
     spec.speculative_use_rejection_sampling = True
     assert rejection_rule(spec) == ("block" if by_blocks else "standard")
 

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.decisions import accepted_blocks
 from support.penalized import EOS, STOP, penalized, request
 
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
@@ -84,7 +83,7 @@ def test_any_schedule_counts_emitted_tokens(data):
 
             assert_logits(outputs, reqs, as_sglang)
             next_tokens = torch.randint(VOCAB, (len(both),))
-            penalties.count_prefill(batch, next_tokens)
+            penalties.count(batch, next_tokens[:, None], torch.zeros_like(next_tokens).int())
             for tokens, token in zip(outputs, next_tokens.tolist(), strict=True):
                 tokens.append(token)
             running.update(new)
@@ -111,7 +110,7 @@ def test_any_schedule_counts_emitted_tokens(data):
         assert_logits(before, [reqs[i] for i, _ in slots], in_block)
         kept = torch.randint(width, (len(chosen),), dtype=torch.int32)
         out = torch.randint(VOCAB, (len(chosen), width))
-        penalties.count_block(batch, accepted_blocks(kept, out))
+        penalties.count(batch, out, kept)
         for tokens, row, accept_len in zip(outputs, out.tolist(), kept.tolist(), strict=True):
             tokens.extend(row[: accept_len + 1])
 

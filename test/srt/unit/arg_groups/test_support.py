@@ -29,7 +29,7 @@ from sglang_dflash.srt.arg_groups.support import SPLIT_EMBEDDINGS, flag_of
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import entry_points, patch, patches
-from sglang_dflash.srt.plugins.server_info import check_ranks_run_ours, make_add_speculative
+from sglang_dflash.srt.plugins.server_info import add_reports, check_ranks_run_ours
 
 ATTRIBUTE = "_dflash_implementation"
 
@@ -279,10 +279,10 @@ def test_server_info_says_who_serves(arguments, name):
         spec_algorithm=SpeculativeAlgorithm.NONE,
         server_args=resolve(record_of(**arguments)),
         future_map=None,
-        draft_worker=SimpleNamespace(width_report={}, copy_report={}, plan_report={}),
+        draft_worker=SimpleNamespace(reports={"speculative_plans": {}}),
     )
     state: dict = {}
-    make_add_speculative()(SimpleNamespace(scheduler=scheduler), state)
+    add_reports(lambda *_: None, SimpleNamespace(scheduler=scheduler), state)
     assert state["speculative_implementation"]["name"] == name
 
 

@@ -24,6 +24,7 @@ from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, C
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN, DFlashDraftInput
 
+NOTHING = torch.empty(0, dtype=torch.int64)
 ON_DEVICE = torch.tensor([5, 6, 7, 8])
 
 
@@ -97,7 +98,7 @@ def test_backends_that_want_no_lengths_get_none(relay):
     assert batch.seq_lens_cpu is None and not relay.needs_cpu_seq_lens
 
 
-@pytest.mark.parametrize("spec_info", [None, DFlashDraftInput.empty(torch.device("cpu"))])
+@pytest.mark.parametrize("spec_info", [None, DFlashDraftInput(NOTHING, NOTHING)])
 def test_a_prefill_has_its_own(relay, spec_info):
     batch = SimpleNamespace(spec_info=spec_info, seq_lens_cpu="its own")
     relay.resolve_seq_lens_cpu(batch)
@@ -127,8 +128,7 @@ def test_what_is_known_stays_with_its_requests():
     assert batch.known_lens == [60, 80]
     batch.merge_batch(draft_input([9], [0]))
     assert batch.known_lens == [60, 80, 9] and batch.future_indices.tolist() == [1, 3, 0]
-    batch.filter_batch(torch.tensor([1]))  # nobody says on the host which
-    assert batch.known_lens == [UNKNOWN]
+    batch = draft_input([UNKNOWN], [3])
     batch.arrivals, arrived = ["earlier"], draft_input([9], [0])
     arrived.arrivals = ["later"]
     batch.merge_batch(arrived)

@@ -12,7 +12,7 @@ from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.kernels.ops.speculative import selector_walk as kernels
 from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
-from sglang_dflash.srt.layers.candidate_selector import slot_probs, walk, walk_torch
+from sglang_dflash.srt.layers.candidate_selector import slot_probs, walk_torch
 
 
 def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ def scores_of(case, request: int, slot: int, previous: int) -> torch.Tensor:
 
 def test_the_best_path_starts_at_the_anchor():
     case = random_walk(0, bs=4, slots=5, candidates=6, rank=7)
-    tokens, probs = walk(*case)
+    tokens, probs = walk_torch(*case, None)
     assert probs is None
     for request in range(4):
         previous = int(case[1][request])
@@ -82,9 +82,9 @@ def test_paths_are_drawn_from_the_declared_probabilities():
 
     many = Candidates(*map(repeat, found))
     draw = drawing(draws, 3, temperature=0.9)
-    tokens, probs = walk(many, repeat(anchors), left, right, draw)
+    tokens, probs = walk_torch(many, repeat(anchors), left, right, draw)
     places = (found.ids == tokens[..., None]).int().argmax(dim=2)
-    drawn = probs.probs.gather(2, places[..., None]).squeeze(2)
+    drawn = probs.gather(2, places[..., None]).squeeze(2)
     likelihood = {}
     for path, conditionals in zip(map(tuple, places.tolist()), drawn):
         likelihood.setdefault(path, float(conditionals.double().prod()))
@@ -98,11 +98,11 @@ def test_paths_are_drawn_from_the_declared_probabilities():
 
 def test_greedy_requests_take_the_best():
     case = random_walk(3, bs=2, slots=6, candidates=5, rank=3)
-    best, _ = walk(*case)
+    best, _ = walk_torch(*case, None)
     draw = drawing(2, 6, temperature=2.0)
     draw.top_k[0] = 1
-    tokens, probs = walk(*case, draw)
-    assert torch.equal(tokens[0], best[0]) and torch.equal(probs.probs[0].max(dim=1).values, torch.ones(6))
+    tokens, probs = walk_torch(*case, draw)
+    assert torch.equal(tokens[0], best[0]) and torch.equal(probs[0].max(dim=1).values, torch.ones(6))
     assert not torch.equal(tokens[1], best[1])
 
 
@@ -111,9 +111,9 @@ def test_broken_logits_give_some_candidate():
     found.unary[0, 1] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0])
     found.gate[1, 0, 0] = torch.nan
     for draw in (None, drawing(2, 3)):
-        tokens, probs = walk(found, *rest, draw)
+        tokens, probs = walk_torch(found, *rest, draw)
         assert (found.ids == tokens[..., None]).any(dim=2).all()
-        assert probs is None or torch.allclose(probs.probs.sum(dim=2), torch.ones(2, 3))
+        assert probs is None or torch.allclose(probs.sum(dim=2), torch.ones(2, 3))
 
 
 def assert_same_walk(case, draw: DrawInputs | None) -> None:

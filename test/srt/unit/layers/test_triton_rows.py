@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
 from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -56,7 +56,14 @@ def forward_of(layout: VerifyLayout, num_requests: int) -> SimpleNamespace:
         encoder_lens=None,
         kv_loc_plan=None,
         out_cache_loc=tokens,
-        spec_info=DFlashVerifyInput.for_target(layout, tokens, tokens),
+        spec_info=DFlashVerifyInput(
+            layout.verify_len,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            draft_token=tokens,
+            positions=tokens,
+            ragged_verify_layout=layout.for_graph,
+            ragged=None if layout.is_rectangle else layout,
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """Streamed tool calls and reasoning, for every parser of SGLang and chunks of many tokens."""
 
+import functools
 import json
 
 import pytest
@@ -41,7 +42,10 @@ def reading_pieces(monkeypatch):
     for parser, registry in ((FunctionCallParser, "ToolCallParserEnum"), (ReasoningParser, "DetectorMap")):
         monkeypatch.setattr(parser, registry, dict(getattr(parser, registry)))
     tool_parsers.register()
-    monkeypatch.setattr(JsonArrayParser, "parse_streaming_increment", tool_parsers.json_arrays_in_pieces())
+    parse = functools.partialmethod(
+        functools.partial(tool_parsers.json_arrays_in_pieces, JsonArrayParser.parse_streaming_increment)
+    )
+    monkeypatch.setattr(JsonArrayParser, "parse_streaming_increment", parse)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import (
+    NO_WORK,
     CycleInFlight,
     CyclePlan,
     CyclesInFlight,
@@ -138,7 +139,7 @@ class Clock(CycleClock):
         self.costs, self.timings = costs, []
 
     def stop(self, work=None):
-        self.timings.append((work, 2 * self.costs.expected(work) if work else 1.0))
+        self.timings.append((work, 2 * self.costs.expected(work) if work.requests else 1.0))
 
     def finished(self):
         timings, self.timings = self.timings, []
@@ -219,18 +220,18 @@ def test_a_choice_is_held_until_something_longer_matches():
     drafting = choose(width, batch, matches=5)
     held = [choose(width, batch, matches=5) for _ in range(HOLD - 1)]
     assert all(plan.layout is drafting.layout and plan.work == drafting.work for plan in held)
-    assert not any(plan.matches is not None for plan in held), "copies that are not made are not compared"
-    assert choose(width, batch, matches=5).matches is not None
+    assert not any(plan.matches.size for plan in held), "copies that are not made are not compared"
+    assert choose(width, batch, matches=5).matches.size
     run(width, batch, 160, lambda plan: [0] * 2)
     width.chooser._probe_share = 0.0
-    while choose(width, batch).work is None:
+    while choose(width, batch).work == NO_WORK:
         pass
     rest = [choose(width, batch) for _ in range(HOLD - 1)]
-    assert all(plan.work is None and plan.verify_len == 1 for plan in rest)
-    assert choose(width, batch).work is not None
-    assert choose(width, batch).work is None
-    assert choose(width, batch, matches=9).work is not None
-    assert choose(width, batch_of(request(2))).work is not None
+    assert all(plan.work == NO_WORK and plan.verify_len == 1 for plan in rest)
+    assert choose(width, batch).work != NO_WORK
+    assert choose(width, batch).work == NO_WORK
+    assert choose(width, batch, matches=9).work != NO_WORK
+    assert choose(width, batch_of(request(2))).work != NO_WORK
 
 
 def test_each_request_gets_its_own_length():
@@ -287,7 +288,7 @@ def test_draft_blocks_are_as_wide_as_what_is_verified(backends, fits):
     plans = run(width, batch, 60, lambda plan: plan.layout.num_draft_tokens)
     assert any(plan.draft_slots == 3 and plan.verify_len == 4 for plan in plans) == fits
     assert all(
-        plan.draft_slots in (None, 3) and plan.verify_len <= (plan.draft_slots or 7) + 1 for plan in plans
+        plan.draft_slots in (0, 3) and plan.verify_len <= (plan.draft_slots or 7) + 1 for plan in plans
     )
     assert any(plan.verify_len == 5 for plan in plans) != fits
 
@@ -449,7 +450,7 @@ def test_few_requests_cost_what_whole_blocks_cost():
     plans = run(width, few, 20, lambda plan: [0, 0])
     assert asked == [] and (width.chooser.drafts.averages == averages).all()
     assert all(plan.layout.is_rectangle and plan.verify_len == 8 for plan in plans)
-    assert plans[0].copies is None, "a request's record decides what it copies, as without adaptive width"
+    assert plans[0].copies_each_match, "a request's record decides what it copies, as without adaptive width"
 
 
 def test_lengths_are_adaptive_between_two_pauses():
@@ -467,14 +468,14 @@ def test_lengths_are_adaptive_between_two_pauses():
         assert choose(width, few).verify_len == 8
         assert asked == ["interrupt", "select"], "no time passes for a cycle, and graphs have whole blocks"
         assert choose(width, few).verify_len == 8 and len(asked) == 2
-        assert choose(width, many).work is not None, "no hold outlives a pause"
+        assert choose(width, many).work != NO_WORK, "no hold outlives a pause"
 
 
 def test_start_up_runs_both_kinds_of_cycles():
     width, asked = from_three()
     unlike, whole = width.plans_of_each_layout(4)
     assert unlike.layout.num_draft_tokens.tolist() == [7, 0, 7] and len(unlike.copies) == 3
-    assert whole.verify_len == 8 and whole.copies is None and asked == ["select", "interrupt", "select"]
+    assert whole.verify_len == 8 and whole.copies_each_match and asked == ["select", "interrupt", "select"]
 
 
 class Event:

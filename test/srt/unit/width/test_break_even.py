@@ -19,16 +19,16 @@ ALONE = SimpleNamespace(world_size=1, rank_in_group=0)
     ("loads", "milliseconds", "expected"),
     [
         ([1, 16, 48, 96], [7.0, 7.2, 20, 41], 48),
-        ([1, 2, 4, 8], [7.0, 7.0, 7.1, 7.2], None),
+        ([1, 2, 4, 8], [7.0, 7.0, 7.1, 7.2], math.inf),
         ([1, 2, 4, 8], [7.0, 7.0, 7.1, 7.6], 8),
         # A load of one costs if the next one shows that its rows do.
         ([1, 2, 4], [10, 19, 36], 1),
         # Nothing is known below the first load but how time grows behind it.
         ([48, 96], [24, 47], 48),
-        ([4, 8], [7.0, 7.1], None),
-        ([8], [7.0], None),
+        ([4, 8], [7.0, 7.1], math.inf),
+        ([8], [7.0], math.inf),
         # A peak at 2 is noise, as 4 takes no longer than 1.
-        ([1, 2, 4, 8], [7.0, 9.0, 7.0, 7.1], None),
+        ([1, 2, 4, 8], [7.0, 9.0, 7.0, 7.1], math.inf),
         ([1, 2, 4, 8], [7.0, 9.0, 7.0, 12.0], 8),
     ],
 )

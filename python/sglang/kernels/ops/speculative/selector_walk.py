@@ -37,8 +37,9 @@ def walk_triton(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return tokens [bs, S] int64 and, if sampled, their distributions [bs, S, K] float32.
 
-    Arguments as for `candidate_selector.walk`. One program per request: a slot's scores stay in registers, so
-    the next one waits for no launch. No host synchronisation. Reads K + 1 rows of the codebooks per slot.
+    Arguments as for `candidate_selector.walk_torch`. One program per request: a slot's scores stay in
+    registers, so the next one waits for no launch. No host synchronisation. Reads K + 1 rows of the
+    codebooks per slot.
     """
     (bs, slots, count), rank = candidates.ids.shape, candidates.gate.shape[2]
     tokens = candidates.ids.new_empty((bs, slots))

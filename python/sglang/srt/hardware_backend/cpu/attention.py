@@ -167,8 +167,6 @@ class TorchNativeSpecAttnBackend(AnyRowsBackend, TorchNativeAttnBackend):
         requests, lengths = forward_batch.req_pool_indices.long(), forward_batch.seq_lens.long()
         if bs == 0 or mode.is_idle():
             return []
-        if forward_batch.encoder_lens is not None:
-            raise NotImplementedError("sglang-dflash's CPU attention does not run encoders.")
         if mode.is_target_verify():
             ragged = getattr(forward_batch.spec_info, "ragged", None)
             if ragged is None:

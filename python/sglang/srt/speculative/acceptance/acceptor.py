@@ -83,7 +83,7 @@ class Acceptor:
         sampler: Any,
         vocab_size: int,
         tp_sync: SpecTpSync,
-        rule: str | None,
+        rule: str,
         simulation: Simulation | None,
         metrics: DFlashMetrics,
         longest: int,
@@ -91,7 +91,7 @@ class Acceptor:
     ):
         self._metrics, self._longest, self._relay = metrics, longest, relay
         self._sampler, self._broken_token, self._tp_sync = sampler, vocab_size, tp_sync
-        self.can_draw, self._rule, self._simulation = rule is not None, rule, simulation
+        self.can_draw, self._rule, self._simulation = bool(rule), rule, simulation
 
     @classmethod
     def for_server(cls, target_runner: Any, tp_sync: SpecTpSync, metrics: DFlashMetrics) -> "Acceptor":
@@ -196,7 +196,7 @@ class Acceptor:
         masks: SamplingMasks,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the rejection rule: rank 0's accept lengths, its output tokens, the largest logits."""
-        assert self._rule is not None and block.probs is not None
+        assert block.probs is not None
         probs, max_logits = target_probs(logits, sampling_info, layout)
         if masks.are_requested:
             masks.probs = layout.to_blocks(probs)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
-from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.kernels.ops.speculative.penalties import (
     PenaltyTerms,
     count_tokens,
@@ -116,10 +115,6 @@ class Penalties:
         batch.sampling_info.acc_additive_penalties = terms.additive(counts, batch.seq_lens)
         batch.sampling_info.acc_scaling_penalties = terms.scaling(counts)
 
-    def count_prefill(self, batch: Any, next_tokens: torch.Tensor) -> None:
-        """Count the tokens that a prefill has emitted, [bs] int64."""
-        self._count(batch, next_tokens[:, None], torch.zeros_like(next_tokens, dtype=torch.int32))
-
     def penalize_block(
         self, batch: Any, block: torch.Tensor, logits: torch.Tensor, layout: VerifyLayout
     ) -> None:
@@ -144,11 +139,8 @@ class Penalties:
             max_accept=max_accept,
         )
 
-    def count_block(self, batch: Any, accepted: AcceptedBlocks) -> None:
-        """Count the output of a block."""
-        self._count(batch, accepted.tokens, accepted.accept_len)
-
-    def _count(self, batch: Any, tokens: torch.Tensor, accept_len: torch.Tensor) -> None:
+    def count(self, batch: Any, tokens: torch.Tensor, accept_len: torch.Tensor) -> None:
+        """Count the output of a step: tokens [bs, W] int64, up to `accept_len` [bs] int32."""
         count_tokens(self._counts, batch.req_pool_indices, tokens, accept_len)
 
 

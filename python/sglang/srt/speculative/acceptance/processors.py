@@ -147,9 +147,7 @@ def guard(req: Any) -> None:
 @functools.lru_cache(maxsize=1024)
 def runs_per_slot(serialized: str | None) -> bool:
     """Return whether a request's processor, if any, may be called for every slot of a block."""
-    if serialized is None:
-        return False
-    return getattr(CustomLogitProcessor.from_str(serialized), "is_stateless", False)
+    return bool(serialized) and getattr(CustomLogitProcessor.from_str(serialized), "is_stateless", False)
 
 
 def need_tokens(reqs: Sequence[Any]) -> bool:
@@ -204,6 +202,5 @@ def disable_overlap_for(
     """
     if is_disable_overlap_for_batch(scheduler, batch, last_batch):
         return True
-    if batch is None or batch.sampling_info is None:
-        return False
-    return bool(batch.sampling_info.has_custom_logit_processor and scheduler.result_queue)
+    has_processor = getattr(getattr(batch, "sampling_info", None), "has_custom_logit_processor", False)
+    return bool(has_processor and scheduler.result_queue)

@@ -186,8 +186,8 @@ def draw_final_tokens(
 REJECTION_RULES = {"standard": accept_standard, "block": accept_block_verification}
 
 
-def rejection_rule(spec: Any) -> str | None:
-    """Choose the rule for drawn drafts by SGLang's flags. None: the server draws no drafts."""
+def rejection_rule(spec: Any) -> str:
+    """Choose the rule for drawn drafts by SGLang's flags. Empty: the server draws no drafts."""
     if not spec.speculative_use_rejection_sampling:
-        return None
+        return ""
     return "block" if spec.speculative_use_block_verification else "standard"

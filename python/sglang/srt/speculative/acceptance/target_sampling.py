@@ -68,7 +68,7 @@ class SamplingMasks:
         )
 
     def _blocks(self, per_slot: torch.Tensor) -> torch.Tensor:
-        return per_slot.view(-1, self._block_size, *per_slot.shape[1:])
+        return per_slot.unflatten(0, (-1, self._block_size))
 
 
 # Fields of SamplingBatchInfo with one row per request that shape a distribution.

@@ -96,7 +96,7 @@ class VerifyLayout:
 
     def to_blocks(self, rows: torch.Tensor) -> torch.Tensor:
         """Give each slot the value of its row: [T, ...] -> [bs, W, ...]."""
-        return rows.view(*self.shape, *rows.shape[1:]) if self.is_rectangle else rows[self.slots]
+        return rows.unflatten(0, self.shape) if self.is_rectangle else rows[self.slots]
 
     def repeat(self, per_request: Any) -> Any:
         """Give each row its request's value: [bs, ...] -> [T, ...]. None stays None."""

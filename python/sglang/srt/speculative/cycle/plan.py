@@ -35,7 +35,10 @@ class CycleWork(NamedTuple):
     drafted_for: int  # requests that the draft serves
     is_ragged: bool = False  # whether requests verify different numbers
     extra_context: int = 0  # committed tokens of all requests beyond those that start-up measured with
-    draft_slots: int | None = None  # drafted slots of each block. None: all
+    draft_slots: int = 0  # drafted slots of each block. 0: all
+
+
+NO_WORK = CycleWork(0, 0, 0)  # nothing is learned
 
 
 class CyclePlan(NamedTuple):
@@ -47,18 +50,23 @@ class CyclePlan(NamedTuple):
 
     layout: VerifyLayout  # of the verify forward
     draws: bool = False  # whether drafted tokens are drawn instead of the draft's argmax
-    # Requests that verify a copy instead of drafted tokens. None: all verify whole blocks, and each match is
+    # Requests that verify a copy instead of drafted tokens. Empty: all verify whole blocks, and each match is
     # copied. [n] bool
-    copies: np.ndarray | None = None
+    copies: np.ndarray = _EMPTY
     caps: np.ndarray = NO_CAPS  # most drafted tokens to accept per request. [n]
-    # Lengths that the choice of `copies` knew of, 0 without a match. None: no match is copied by choice, nor
+    # Lengths that the choice of `copies` knew of, 0 without a match. Empty: no match is copied by choice, nor
     # compared with the output. [n]
-    matches: np.ndarray | None = None
-    # Drafted slots of each block, at least those verified and at most B - 1. None: all. It is ignored unless
+    matches: np.ndarray = _EMPTY
+    # Drafted slots of each block, at least those verified and at most B - 1. 0: all. It is ignored unless
     # `Drafter.narrows_blocks`.
-    draft_slots: int | None = None
+    draft_slots: int = 0
     requests: BatchRequests = NO_REQUESTS  # to learn from. None at start-up, and if all verify whole blocks
-    work: CycleWork | None = CycleWork(0, 0, 0)  # to learn from, with `requests`. None: nothing is learned
+    work: CycleWork = NO_WORK  # to learn from, with `requests`
+
+    @property
+    def copies_each_match(self) -> bool:
+        """Whether nothing was chosen: all verify whole blocks, and each match is copied."""
+        return not self.copies.size
 
     @property
     def verify_len(self) -> int:

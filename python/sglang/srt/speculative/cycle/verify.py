@@ -46,7 +46,15 @@ def verify(
     batch.seq_lens_cpu = seq_lens_cpu
     batch.seq_lens_sum = sum(seq_lens_cpu.tolist())
     positions = rows.to_rows(cycle.positions)
-    batch.spec_info = DFlashVerifyInput.for_target(rows, tokens, positions, cycle.spread)
+    batch.spec_info = DFlashVerifyInput(
+        rows.verify_len,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        draft_token=tokens,
+        positions=positions,
+        spread=cycle.spread,
+        ragged_verify_layout=rows.for_graph,
+        ragged=None if rows.is_rectangle else rows,
+    )
     forward_batch = ForwardBatch.init_new(
         batch,
         model_runner=target_worker.model_runner,
@@ -65,6 +73,5 @@ def disable_graphs_if_any_rank_idle(forward_batch: ForwardBatch) -> None:
 
     A graph's rows are padded and an idle rank's are not, so each would look for the other's rows elsewhere.
     """
-    requests = forward_batch.original_global_num_tokens_cpu
-    if requests is not None and 0 in requests:
+    if 0 in (forward_batch.original_global_num_tokens_cpu or ()):
         forward_batch.can_run_decode_cuda_graph = False

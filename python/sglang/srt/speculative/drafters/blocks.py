@@ -32,13 +32,13 @@ def draft_blocks(
         The cycle, with the slots of its blocks; the blocks; whether the draft's forward ran.
     """
     num_slots, verify_len = block_size, plan.verify_len
-    if plan.copies is None:
+    if plan.copies_each_match:
         on_host = np.arange(plan.layout.bs if needs_draft or not drafter.writes_context_apart else 0)
     else:
         verified = plan.layout.num_draft_tokens
         on_host = np.flatnonzero(drafter.to_draft(table_rows(batch), verified, (verified > 0) & ~plan.copies))
         num_slots = block_size if len(on_host) or verify_len > 1 else 1
-        if num_slots > 1 and plan.draft_slots is not None and drafter.narrows_blocks:
+        if num_slots > 1 and plan.draft_slots and drafter.narrows_blocks:
             num_slots = plan.draft_slots + 1
     cycle = Cycle.begin(batch, target_runner, drafter.mask_token_id, num_slots)
     block = draft_subset(

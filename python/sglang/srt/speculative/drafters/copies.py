@@ -205,7 +205,7 @@ class CopySource:
         """Copy the matches of the requests that the plan names, or each match."""
         if matches.keys is None:
             return Copies()
-        if plan.copies is not None and plan.matches is None:
+        if not plan.copies_each_match and not plan.matches.size:
             return Copies(torch.zeros(plan.layout.bs, dtype=torch.int32))
         found, lengths = copy_matches(
             self.history,
@@ -214,7 +214,7 @@ class CopySource:
             keys=matches.keys,
             block_size=self._block_size,
         )
-        if plan.copies is None:
+        if plan.copies_each_match:
             return Copies(lengths, found)
         is_copy = on_device(plan.copies, torch.bool, found.device)
         lengths = torch.where(is_copy, lengths, -lengths)

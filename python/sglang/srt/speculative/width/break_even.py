@@ -4,6 +4,7 @@ A GPU reads the target's weights once for all rows of a verify. Few rows take ha
 verifying less of a block saves nothing.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, Whol
 _LEAST_SAVED = 0.05  # of a verify's seconds by half its rows
 
 
-def break_even(loads: Sequence[int], seconds: Sequence[float]) -> int | None:
-    """Return the least load from which rows cost. None: rows are free at each load.
+def break_even(loads: Sequence[int], seconds: Sequence[float]) -> float:
+    """Return the least load from which rows cost. Infinity: rows are free at each load.
 
     Rows cost at a load if half of them would take less than 95 % of the seconds. Half the rows of n whole
     blocks take as long as those of n / 2 requests. Seconds are linear between two loads, and below the first
@@ -34,7 +35,7 @@ def break_even(loads: Sequence[int], seconds: Sequence[float]) -> int | None:
     of_none = lowered[0] - loads[0] * slope
     halves = np.interp(np.asarray(loads) / 2, [0, *loads], [of_none, *lowered])
     costs = halves < (1 - _LEAST_SAVED) * lowered
-    return loads[int(costs.argmax())] if costs.any() else None
+    return loads[int(costs.argmax())] if costs.any() else math.inf
 
 
 class AdaptiveFromBreakEven(AdaptiveLengths):

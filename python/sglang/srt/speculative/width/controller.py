@@ -17,7 +17,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle.host import table_rows
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, BatchRequests, CyclePlan, Proposals
+from sglang_dflash.srt.speculative.cycle.plan import NO_REQUESTS, NO_WORK, BatchRequests, CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows, RowBackends
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
@@ -47,27 +47,18 @@ class WholeBlocks:
     def __init__(self, block_size: int):
         self._block_size = block_size
 
-    def begin_prefill(self, prompts: Prompts) -> None:
-        """Do nothing."""
+    def _do_nothing(self, *_: Any) -> None:
+        """Do nothing: no state per request, nothing to learn."""
 
-    def admit_prefilled(self, requests: PrefilledRequests) -> None:
-        """Do nothing."""
+    begin_prefill = admit_prefilled = on_launched = on_accept_lens = _do_nothing
 
     def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
         """Plan whole blocks. See `AdaptiveLengths`."""
-        return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps, work=None)
+        return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a cycle of each layout of rows that requests may have: a whole block."""
         yield CyclePlan(whole_blocks(1, self._block_size))
-
-    def on_launched(self, plan: CyclePlan) -> None:
-        """Do nothing."""
-
-    def on_accept_lens(
-        self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None
-    ) -> None:
-        """Do nothing."""
 
     def report(self) -> dict:
         """Return nothing for /server_info."""
@@ -154,12 +145,13 @@ class AdaptiveLengths:
         num_tokens = sum([req.kv.kv_committed_len for req in batch.reqs])
         extra_context = num_tokens - len(batch.reqs) * self.chooser.costs.context
         choice = self._broadcast_choice(requests, extra_context, matches, caps)
-        plan = plan_lengths(
-            self._backends, choice.lengths, choice.copies, _needs_equal_lengths(batch.sampling_info)
-        )
+        info = batch.sampling_info  # logit processors and sampling masks read whole blocks
+        returns_masks = getattr(info, "sampling_mask_batch_indices", None) is not None
+        is_equal = info.has_custom_logit_processor or returns_masks
+        plan = plan_lengths(self._backends, choice.lengths, choice.copies, is_equal)
         choice = choice._replace(lengths=plan.layout.num_draft_tokens)
-        if choice.draft_slots is not None and choice.draft_slots < plan.verify_len - 1:
-            choice = choice._replace(draft_slots=None)  # the backends verify more than these blocks have
+        if choice.draft_slots < plan.verify_len - 1:
+            choice = choice._replace(draft_slots=0)  # the backends verify more than these blocks have
         work = self.chooser.work(choice, extra_context)
         plan = plan._replace(
             draws=draws,
@@ -175,7 +167,7 @@ class AdaptiveLengths:
         self._passed = matches if work.verified else matches.max()
         if self._num_held:
             # Of a cycle that drafts nothing there is nothing to learn, and no match to compare.
-            self._held = plan._replace(matches=None, work=work if work.verified else None)
+            self._held = plan._replace(matches=NO_REQUESTS.rows, work=work if work.verified else NO_WORK)
         return plan
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
@@ -191,7 +183,7 @@ class AdaptiveLengths:
         self._verify_len = plan.verify_len
         self._num_cycles += 1
         self._cycles_per_verify_len[plan.verify_len] += 1
-        if plan.verify_len > 1 and (plan.copies is None or not plan.copies.all()):
+        if plan.verify_len > 1 and not plan.copies.all():
             self._cycles_per_draft_slots[plan.draft_slots or self.chooser.max_draft_tokens] += 1
         self._blocks_per_length.update(plan.layout.num_draft_tokens.tolist())
         self._metrics.count_width(plan.verify_len)
@@ -233,7 +225,7 @@ class AdaptiveLengths:
                 choice.lengths,
                 choice.copies,
                 np.full(n, choice.num_cycles),
-                np.full(n, choice.draft_slots or 0),
+                np.full(n, choice.draft_slots),
             )
             sent = torch.from_numpy(np.stack(rows).astype(np.int64))
             torch.distributed.broadcast(sent, src=self._tp_group.ranks[0], group=self._tp_group.cpu_group)
@@ -242,7 +234,7 @@ class AdaptiveLengths:
                 lengths=np.array(lengths),
                 copies=np.array(copies) > 0,
                 num_cycles=num_cycles,
-                draft_slots=draft_slots or None,
+                draft_slots=draft_slots,
             )
         return choice
 
@@ -252,7 +244,7 @@ class AdaptiveLengths:
 
     def _learn_timings(self) -> None:
         for work, seconds in self._clock.finished():
-            if work is None:
+            if not work.requests:
                 continue
             self._measured += seconds
             self._expected += self.chooser.costs.expected(work)
@@ -262,7 +254,7 @@ class AdaptiveLengths:
         self, plan: CyclePlan, accept_lens: Sequence[int], proposals: Proposals | None
     ) -> None:
         """Learn from the accepted drafted tokens of each request, and where its block came from."""
-        if plan.work is None:
+        if not plan.work.requests:
             return
         requests, accepted = plan.requests, np.asarray(accept_lens)
         rows, modes, verified = requests.rows, requests.modes, plan.max_accept
@@ -271,7 +263,6 @@ class AdaptiveLengths:
             same = self._row_generation[rows] == requests.generations
             rows, modes, accepted, verified = rows[same], modes[same], accepted[same], verified[same]
         if proposals is not None and proposals.right is not None:
-            assert plan.copies is not None and plan.matches is not None, "a plan that compares has chosen"
             lengths, right = proposals.lengths.numpy()[same], proposals.right.numpy()[same]
             self._learn_copies(
                 rows,
@@ -282,8 +273,9 @@ class AdaptiveLengths:
                 accepted=accepted,
             )
             verified = np.where((lengths <= 0) & ~plan.copies[same], verified, 0)
-        is_narrow = plan.draft_slots is not None
-        self.chooser.drafts.learn(rows, modes=modes, drafted=verified, accepted=accepted, is_narrow=is_narrow)
+        self.chooser.drafts.learn(
+            rows, modes=modes, drafted=verified, accepted=accepted, is_narrow=plan.draft_slots > 0
+        )
 
     def _learn_copies(
         self,
@@ -345,12 +337,6 @@ def _mode(req: Any, draws_drafts: bool) -> int:
     if params.top_k == 1:
         return _GREEDY
     return _DRAWN if draws_drafts else _SAMPLED
-
-
-def _needs_equal_lengths(sampling_info: Any) -> bool:
-    """Return True if custom logit processors or sampling masks read whole blocks."""
-    returns_masks = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
-    return sampling_info.has_custom_logit_processor or returns_masks
 
 
 LengthPlanner = WholeBlocks | AdaptiveLengths

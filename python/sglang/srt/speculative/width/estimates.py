@@ -271,15 +271,15 @@ class CostTable:
         sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)
         return np.maximum(self._sizes[sufficient] - num_requests, drafted)
 
-    def draft(self, num_requests: int, draft_slots: int | None = None) -> np.ndarray:
+    def draft(self, num_requests: int, draft_slots: int = 0) -> np.ndarray:
         """Return the seconds of drafting for 0 .. n requests, in blocks of one width. [n + 1]"""
         seconds = self._at(np.arange(num_requests + 1), self._draft[:, self._column(draft_slots)])
         seconds[0] = 0.0
         return seconds
 
-    def _column(self, draft_slots: int | None) -> int:
+    def _column(self, draft_slots: int) -> int:
         """Return the index of a width of draft blocks in `draft_slots`."""
-        return -1 if draft_slots is None else int(np.searchsorted(self.draft_slots, draft_slots))
+        return int(np.searchsorted(self.draft_slots, draft_slots)) if draft_slots else -1
 
     def ragged_overhead(self, num_requests: int) -> float:
         """Return the further seconds of a cycle whose lengths differ."""

@@ -81,7 +81,7 @@ def least_adaptive_load(worker: Any, settings: AdaptiveSettings | None, tp_group
     if tp_group.world_size > 1:
         torch.distributed.broadcast(seconds, src=tp_group.ranks[0], group=tp_group.cpu_group)
     found, free = break_even(loads, seconds.tolist()), runner.max_running_requests
-    if found is not None:
+    if found < math.inf:
         free = max((n for n in captured_sizes(runner) if n < found), default=0)
     logger.info(
         "DFLASH: rows are free up to %d requests, whose blocks are verified whole. Ms a verify of whole "
@@ -90,7 +90,7 @@ def least_adaptive_load(worker: Any, settings: AdaptiveSettings | None, tp_group
         loads,
         [round(1e3 * of_load, 2) for of_load in seconds.tolist()],
     )
-    return math.inf if found is None else free + 1
+    return math.inf if math.isinf(found) else free + 1
 
 
 def _seconds_of_whole_blocks(worker: Any, loads: list[int]) -> np.ndarray:
@@ -116,7 +116,7 @@ def make_planner(
         return WholeBlocks(block_size)
     least = int(least)
     runner, verify_lens = worker.target_worker.model_runner, settings.verify_lens(block_size, worker.device)
-    is_recurrent = mambaish_config(runner.model_config) is not None
+    is_recurrent = worker.target_states.are_recurrent
     backends: Backends
     if runner.decode_cuda_graph_runner is None:
         backends = AnyRows(has_layouts=is_recurrent)

@@ -83,7 +83,7 @@ class Choice(NamedTuple):
     tokens: float  # committed by the cycle, of all requests
     seconds: float
     num_cycles: int = 1  # of an unchanged batch that it is for
-    draft_slots: int | None = None  # of each block. None: all
+    draft_slots: int = 0  # of each block. 0: all
 
 
 class LengthChooser:
@@ -155,8 +155,8 @@ class LengthChooser:
         if matches.any():
             copied = np.where(is_allowed, self.copies.prefix_accept_probs(modes, matches), 0.0)
         worth, choices = copied.sum(axis=1), []
-        for draft_slots in (None, *self.costs.draft_slots[:-1].tolist()):
-            draft, is_narrow = self.costs.draft(n, draft_slots), draft_slots is not None
+        for draft_slots in (0, *self.costs.draft_slots[:-1].tolist()):
+            draft, is_narrow = self.costs.draft(n, draft_slots), draft_slots > 0
             drafted = self.drafts.prefix_accept_probs(requests.rows, modes, is_narrow)
             drafted = np.where(is_allowed, drafted, 0.0)
             # What the draft of a request costs, in tokens of a cycle at this price.
@@ -207,7 +207,7 @@ class LengthChooser:
         widest = np.where(is_short, caps, choice.lengths)
         distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
         wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        whole = choice._replace(num_cycles=1, draft_slots=None)
+        whole = choice._replace(num_cycles=1, draft_slots=0)
         kinds = [whole._replace(lengths=wider), whole._replace(lengths=narrowest, tokens=n), *others]
         tries = [self.costs.tries(self.work(kind)) for kind in kinds]
         is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)

@@ -134,7 +134,7 @@ class CycleTimer:
         seconds = []
         for in_turn in reversed(cycles):
             plan = plan_lengths(self._backends, np.resize(in_turn, n), np.zeros(n, dtype=bool))
-            draft_slots = min((slots for slots in self._draft_slots if slots >= max(in_turn)), default=None)
+            draft_slots = min((slots for slots in self._draft_slots if slots >= max(in_turn)), default=0)
             plan = plan._replace(draft_slots=draft_slots)
             run = functools.partial(self._run, plan=plan)
             timed = _OVERLAPPED_CYCLES if self._worker.device == "cuda" else 1
