@@ -84,7 +84,7 @@ FIELDS = (
     ("no tokens", {}, {"text": None, "input_ids": [[]]}),
     ("vocabulary", {}, {"text": None, "input_ids": [5, -1, 7]}),
     ("vocabulary", {}, {"text": None, "input_ids": [5, 2**40, 7]}),
-    ("return_hidden_states", {}, {"return_hidden_states": True}),
+    ("return-hidden-states", {}, {"return_hidden_states": True}),
     ("custom", {}, {"custom_logit_processor": "{}"}),
     # SGLang's own type check comes first, and does not name the field.
     ("", {"min_new_tokens": 2.5}, {}),
