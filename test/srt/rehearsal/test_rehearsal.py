@@ -87,6 +87,15 @@ def test_plans_with_plain_upper_bounds_are_noticed(flashinfer, plant):
     assert any("chunks of" in problem for problem in flashinfer.problems())
 
 
+@pytest.mark.parametrize("fault", ["no plan", "another chunk than planned"])
+def test_without_a_plan_that_holds_the_device_is_asked(fault, flashinfer, plant, reference):
+    requests = requests_across_chunks()
+    before = flashinfer.state()["speculative_plans"].get("exact_plans", 0)
+    assert_same(requests, plant(fault, requests), reference.answers(requests))
+    assert flashinfer.problems() == []
+    assert flashinfer.state()["speculative_plans"]["exact_plans"] > before
+
+
 def test_an_overwritten_plan_is_noticed(flashinfer, plant):
     plant("one staging buffer")
     assert any("overwritten before its copy is over" in problem for problem in flashinfer.problems())

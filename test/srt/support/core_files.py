@@ -8,7 +8,6 @@ CORE = (
     "test_cpu_runtime.py",
     "test_draft_attention.py",
     "test_fetch_smollm2.py",
-    "test_flashinfer_plans.py",
     "test_gated_delta_rule.py",
     "test_kernel_comparisons.py",
     "test_kernel_compile.py",

@@ -6,6 +6,7 @@ from support.draft_cases import BASE, NOT_CAUSAL, WINDOWED, Case, random_weights
 from support.reference_dflash2 import ReferenceDFlash2
 
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
+from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter
 
 OPTIONS = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 VARIANTS = {
@@ -74,6 +75,7 @@ def random_dflash2_weights(config: dict, num_aux: int) -> dict[str, torch.Tensor
 
 class DFlash2Case(Case):
     model_class, reference_class, checkpoint = DFlash2DraftModel, ReferenceDFlash2, DFLASH2_DRAFT
+    drafter_class = DFlash2Drafter
 
     @classmethod
     def variant(cls, name: str, tmp_path) -> "DFlash2Case":

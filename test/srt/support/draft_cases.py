@@ -5,6 +5,7 @@ Our class runs on SGLang's layers.
 
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from torch.nn.functional import pad
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.speculative.cycle.block import Cycle
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
 
 BASE = {
     "architectures": ["DFlashDraftModel"],
@@ -133,6 +135,7 @@ class Case:
     """One draft, built twice, with a random target embedding and head."""
 
     model_class, reference_class, checkpoint = DFlashDraftModel, ReferenceDFlash, DRAFT
+    drafter_class = DFlashDrafter
 
     def __init__(self, config: dict, weights: dict[str, torch.Tensor], num_aux: int, tmp_path):
         self.config = config
@@ -168,17 +171,18 @@ class Case:
     def pools(self, requests: int, capacity: int, **options) -> Pools:
         return Pools.of_draft(self.model, requests, capacity, **options)
 
-    def context_kv(self, aux_hidden: torch.Tensor, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the model's keys and values of positions from `start` on.
-
-        Two tensors [n, layers, kv_heads, head_dim].
-        """
-        n = len(aux_hidden)
-        pools = self.pools(1, n)
-        where = pools.slots(0, 0, n)
-        self.model.write_context_kv(aux_hidden, torch.arange(start, start + n), where, pools.token_to_kv_pool)
-        pool = pools.token_to_kv_pool
-        return tuple(torch.stack([b[where] for b in side], dim=1) for side in (pool.k_buffer, pool.v_buffer))
+    def drafter(self, pools: Pools, width: int) -> DFlashDrafter:
+        """Return a drafter whose model runner is only the model and these pools."""
+        target = SimpleNamespace(lm_head=lm_head(self.head), get_input_embeddings=lambda: self.embedding)
+        runner = SimpleNamespace(
+            model=self.model,
+            token_to_kv_pool=pools.token_to_kv_pool,
+            req_to_token_pool=pools.req_to_token_pool,
+            kv_index_translator=None,
+            decode_cuda_graph_runner=None,
+            forward=lambda batch: SimpleNamespace(logits_output=pools.forward(self.model, batch)),
+        )
+        return self.drafter_class(runner, target, width)
 
     def aux_hidden(self, length: int, seed: int) -> torch.Tensor:
         """Return captured states of a context, at the uneven scale of real ones."""

@@ -203,6 +203,7 @@ _DEEPSEEK = {**_MOE, **_MLA, **_ROUTED, "rope_parameters": _YARN}
 
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
     "qwen3-moe": Family("Qwen3MoeForCausalLM", {**_MOE, "num_experts": 4}, {"num_experts": 4}),
     "glm4-moe": Family("Glm4MoeForCausalLM", {**_MOE, **_ROUTED}),
     "gpt-oss": Family(
@@ -242,15 +243,10 @@ FAMILIES = {
     "qwen3.5": Family("Qwen3_5ForConditionalGeneration", _HYBRID, _IN_TEXT_CONFIG, around=_QWEN3_5),
     "qwen3.5-text": Family("Qwen3_5ForCausalLM", _HYBRID, _HYBRID_FIELDS),
     "qwen3.5-moe": Family(
-        "Qwen3_5MoeForConditionalGeneration",
-        {**_HYBRID, **_SHARED_EXPERT},
-        _IN_TEXT_CONFIG,
-        around=_QWEN3_5,
+        "Qwen3_5MoeForConditionalGeneration", {**_HYBRID, **_SHARED_EXPERT}, _IN_TEXT_CONFIG, around=_QWEN3_5
     ),
     "qwen3-next": Family(
-        "Qwen3NextForCausalLM",
-        {**_HYBRID, **_SHARED_EXPERT, "rope_parameters": _HALF_ROTARY},
-        _HYBRID_FIELDS,
+        "Qwen3NextForCausalLM", {**_HYBRID, **_SHARED_EXPERT, "rope_parameters": _HALF_ROTARY}, _HYBRID_FIELDS
     ),
     "lfm2": Family("Lfm2ForCausalLM", _SHORT_CONV),
     "lfm2-moe": Family(

@@ -52,10 +52,7 @@ FAULTS: dict[str, tuple[dict, str]] = {
     "mask token outside the vocabulary": (nested(mask_token_id=2048), "mask_token_id is 2048, outside"),
     "hidden size": ({"hidden_size": 128}, "hidden_size is 128, but the target's hidden_size is 256"),
     "a missing field": ({"hidden_size": REMOVE}, "hidden_size is missing"),
-    "another width": (
-        {"base": SPECULATORS_DRAFT, "target_hidden_size": 512},
-        "target_hidden_size is 512",
-    ),
+    "another width": ({"base": SPECULATORS_DRAFT, "target_hidden_size": 512}, "target_hidden_size is 512"),
     "layer id out of range": (
         nested(target_layer_ids=[1, 99]),
         r"target_layer_ids \[1, 99\] .* leave the target's 12 layers",
@@ -89,10 +86,7 @@ FAULTS: dict[str, tuple[dict, str]] = {
     ),
     "two bases": ({"rope_parameters": {"rope_theta": 5e6}}, "rope_theta is .*5e[+]06"),
     "two embeddings": (
-        {
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-            "rope_parameters": {"rope_type": "default"},
-        },
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
         "rope_scaling and rope_parameters",
     ),
     "a head of another vocabulary": (

@@ -142,66 +142,45 @@ def launch_rejection(rule: str, is_ragged: bool, bs=4, width=16):
     )
 
 
-BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-CONTEXT_KV = {
-    "dim 128": (128, BF16, False),
-    "dim 128, prefill": (128, BF16, True),
-    "dim 80": (80, BF16, False),
-    "dim 128, e4m3 pool": (128, E4M3, False),
-    "dim 80, e5m2 pool": (80, E5M2, False),
-}
-REJECTION = {
-    "by token": ("standard", False),
-    "by block": ("block", False),
-    "by token, own lengths": ("standard", True),
-    "by block, own lengths": ("block", True),
-}
+F32, BF16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+# (module, kernel, launch, arguments of each case)
+_KERNELS = (
+    (block, "prepare_block", launch_prepare_block, {"": ()}),
+    (block, "block_offsets", launch_block_offsets, {"": (), "own lengths": (True,)}),
+    (window, "prepare_window", launch_prepare_window, {"": ()}),
+    (
+        *(penalties, "penalize_block", launch_penalize_block),
+        {"": (F32, False), "bfloat16, stops": (BF16, True), "own lengths": (F32, False, True)},
+    ),
+    (penalties, "count_tokens", launch_count_tokens, {"": ()}),
+    (peagle_rows, "prepare_rows", launch_prepare_rows, {"": (None,), "from the first pending": (40_000,)}),
+    (peagle_rows, "append_rows", launch_append_rows, {"": (False,), "ragged": (True,)}),
+    (copy_ahead, "find_match", launch_find_match, {"": ()}),
+    (copy_ahead, "copy_matches", launch_copy_matches, {"": ()}),
+    (copy_ahead, "append_tokens", launch_append_tokens, {"": ()}),
+    (
+        *(accept, "accept", launch_accept),
+        {f"decided {one}, relayed {two}": (one, two) for one in (False, True) for two in (False, True)},
+    ),
+    (block_conv, "block_conv", launch_block_conv, {"": ()}),
+    (selector_walk, "walk", launch_selector_walk, {"best": (False,), "drawn": (True,)}),
+    (
+        *(rejection, "accept_drafts", launch_rejection),
+        {f"by {rule}, ragged {own}": (rule, own) for rule in ("standard", "block") for own in (False, True)},
+    ),
+    (
+        *(context_kv, "write_context_kv", launch_write_context_kv),
+        {
+            "dim 128": (128, BF16, False),
+            "dim 128, prefill": (128, BF16, True),
+            "dim 80": (80, BF16, False),
+            "dim 128, e4m3 pool": (128, E4M3, False),
+            "dim 80, e5m2 pool": (80, E5M2, False),
+        },
+    ),
+)
 CASES = {
-    "prepare_block": (block, "prepare_block_kernel", launch_prepare_block, ()),
-    "block_offsets": (block, "block_offsets_kernel", launch_block_offsets, ()),
-    "block_offsets, own lengths": (block, "block_offsets_kernel", launch_block_offsets, (True,)),
-    "prepare_window": (window, "prepare_window_kernel", launch_prepare_window, ()),
-    "penalize_block": (penalties, "penalize_block_kernel", launch_penalize_block, (torch.float32, False)),
-    "penalize_block, bfloat16, stops": (
-        penalties,
-        "penalize_block_kernel",
-        launch_penalize_block,
-        (BF16, True),
-    ),
-    "penalize_block, own lengths": (
-        penalties,
-        "penalize_block_kernel",
-        launch_penalize_block,
-        (torch.float32, False, True),
-    ),
-    "count_tokens": (penalties, "count_tokens_kernel", launch_count_tokens, ()),
-    "prepare_rows": (peagle_rows, "prepare_rows_kernel", launch_prepare_rows, (None,)),
-    "prepare_rows, from the first pending": (
-        peagle_rows,
-        "prepare_rows_kernel",
-        launch_prepare_rows,
-        (40_000,),
-    ),
-    "append_rows": (peagle_rows, "append_rows_kernel", launch_append_rows, (False,)),
-    "append_rows, ragged": (peagle_rows, "append_rows_kernel", launch_append_rows, (True,)),
-    "find_match": (copy_ahead, "find_match_kernel", launch_find_match, ()),
-    "copy_matches": (copy_ahead, "copy_matches_kernel", launch_copy_matches, ()),
-    "append_tokens": (copy_ahead, "append_tokens_kernel", launch_append_tokens, ()),
-    "accept_blocks": (accept, "accept_kernel", launch_accept, (False, False)),
-    "accept_blocks, relayed": (accept, "accept_kernel", launch_accept, (False, True)),
-    "accept_blocks, decided": (accept, "accept_kernel", launch_accept, (True, False)),
-    "accept_blocks, decided, relayed": (accept, "accept_kernel", launch_accept, (True, True)),
-    "block_conv": (block_conv, "block_conv_kernel", launch_block_conv, ()),
-    **{
-        f"selector_walk, {name}": (selector_walk, "walk_kernel", launch_selector_walk, (draws,))
-        for name, draws in (("best", False), ("drawn", True))
-    },
-    **{
-        f"rejection, {name}": (rejection, "accept_drafts_kernel", launch_rejection, case)
-        for name, case in REJECTION.items()
-    },
-    **{
-        f"write_context_kv, {name}": (context_kv, "write_context_kv_kernel", launch_write_context_kv, case)
-        for name, case in CONTEXT_KV.items()
-    },
+    f"{kernel}, {case}".removesuffix(", "): (module, f"{kernel}_kernel", launch, arguments)
+    for module, kernel, launch, cases in _KERNELS
+    for case, arguments in cases.items()
 }

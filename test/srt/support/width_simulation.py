@@ -76,7 +76,6 @@ class Simulation:
         kinds: of requests, of KINDS, in turn.
         lag: cycles until the host knows accept lengths.
         noise: standard deviation of the logarithm of a cycle's time.
-        error: relative error of what start-up measured of wide blocks.
         context: committed tokens of each request.
         ignored: a field of `Cost` that the server does not measure.
         wrong: factors on what start-up measured of "plain" cycles, of "verify" cycles and of the "draft".
@@ -91,7 +90,6 @@ class Simulation:
     kinds: Sequence[str]
     lag: int = 2
     noise: float = 0.1
-    error: float = 0.0
     context: int = 0
     ignored: str = ""
     wrong: Mapping[str, float] = field(default_factory=dict)
@@ -106,7 +104,6 @@ class Simulation:
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
         wrong = np.where(WIDTHS > 1, self.wrong.get("verify", 1.0), self.wrong.get("plain", 1.0))
-        wrong = wrong * (1 + self.error * (WIDTHS > 2))
         verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
         widths = [NARROW, DEPTH] if self.narrow else [DEPTH]
         draft = np.array([[self.cost.draft_for(int(n), slots) for slots in widths] for n in LOADS])

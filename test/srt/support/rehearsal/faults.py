@@ -71,10 +71,9 @@ def _new_kernel(run, self, batch, *args, **kwargs):
 # name -> what is called -> what is called with it instead
 PLANTED: dict[str, dict[str, Callable[..., Any]]] = {
     "wrong host length": {f"{_SPECULATIVE}.cycle.block.Cycle.begin": _wrong_host_length},
-    "plain upper bounds": {
-        f"{_PLANS}.choose_chunk": _longest_plan,
-        f"{_PLANS}.holds": lambda *_: True,
-    },
+    "plain upper bounds": {f"{_PLANS}.choose_chunk": _longest_plan, f"{_PLANS}.holds": lambda *_: True},
+    "no plan": {f"{_PLANS}.choose_chunk": lambda *_: None},
+    "another chunk than planned": {f"{_PLANS}.choose_chunk": _longest_plan},
     "one staging buffer": {f"{_PLANS}.Staging.next": _one_buffer},
     "stale states": {f"{_SPECULATIVE}.drafters.base.VerifyTail.states_to_commit": _stale_states},
     "host read": {f"{_SPECULATIVE}.acceptance.acceptor.Acceptor.accept": _host_read},

@@ -65,12 +65,7 @@ def narrow_drafts(module) -> None:
 
 
 def scheduled(
-    choice: Any,
-    rows: np.ndarray,
-    cycle: int,
-    schedule: Sequence[int],
-    matches: np.ndarray,
-    caps: np.ndarray,
+    choice: Any, rows: np.ndarray, cycle: int, schedule: Sequence[int], matches: np.ndarray, caps: np.ndarray
 ) -> Any:
     """Replace a choice by the schedule's.
 

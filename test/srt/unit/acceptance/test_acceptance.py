@@ -107,5 +107,4 @@ def count_late_matches(block, draws):
 
 @pytest.mark.parametrize("wrong_rule", [keep_one_too_many, count_late_matches])
 def test_a_wrong_rule_is_caught(wrong_rule):
-    """The enumeration can fail."""
     assert max(deviation(wrong_rule, seed) for seed in range(12)) > 1e-2

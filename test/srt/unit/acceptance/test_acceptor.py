@@ -171,7 +171,6 @@ def test_only_drawn_tokens_are_sent_to_other_ranks():
 
 @pytest.mark.parametrize("requests", [[GREEDY] * 3, [GREEDY, SAMPLED, GREEDY]])
 def test_a_request_accepts_no_more_than_it_verifies(requests):
-    """Every drafted token is the target's."""
     lengths = np.array([1, 3, 0])
     layout, logits = VerifyLayout(3, WIDTH, lengths), torch.zeros(7, VOCABULARY)
     logits[:, 5] = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0]) if SAMPLED in requests else 1.0

@@ -48,10 +48,7 @@ def begin_prefill(penalties: Penalties, batch, num_new: int) -> None:
 
 @given(st.data())
 def test_any_schedule_counts_emitted_tokens(data):
-    """Each verified slot is penalized by the emitted and drafted tokens before it.
-
-    Requests start, run blocks in any batch and order, end, and leave their slot to others.
-    """
+    """Each verified slot is penalized by the emitted and drafted tokens before it."""
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     penalties, running, width = Penalties(POOL, VOCAB, torch.device("cpu")), {}, data.draw(st.integers(1, 5))
 

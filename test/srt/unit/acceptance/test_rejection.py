@@ -32,7 +32,6 @@ def test_the_output_is_the_targets(vocabulary, width, kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["one-hot", "half", "marginals"])
 def test_any_draft_may_be_declared_one_hot(kind, rule):
-    """Sampled drafts declared as certain still give the target's distribution."""
 
     def declared_one_hot(block, target_probs, draft, *uniforms):
         return rule(block, target_probs, one_hot(block[:, 1:]), *uniforms)

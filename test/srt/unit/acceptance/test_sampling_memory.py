@@ -119,7 +119,6 @@ def test_the_room_that_sglang_leaves_for_a_sampled_step(can_draw, draft, monkeyp
 
 
 def test_start_up_allocates_as_much_as_a_step(draft):
-    """A step needs no more memory than start-up allocated."""
     config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     runner = SimpleNamespace(max_running_requests=BS, device=torch.device("meta"), model_config=config)
     with Peak() as at_start_up:

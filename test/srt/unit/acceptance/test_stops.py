@@ -68,7 +68,6 @@ STOPS = ("self", "return", "\n", "\n\n", ":\n ", "text\n\ncl")
     st.booleans(),
 )
 def test_a_run_ends_where_single_tokens_do(tokenizer, stop, stop_regex, ends, longest, at, ignores):
-    """Check the ids, the reason and the reasoning tokens for runs of 2, 8, 16 and 32 tokens."""
     tokens = tokenizer.encode(TEXT)
     ends |= {tokens[at % len(tokens)]}
     tokens.insert(at, THOUGHTS_END)

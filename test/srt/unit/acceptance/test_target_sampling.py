@@ -57,7 +57,6 @@ def assert_close(found: torch.Tensor, expected: list[float]) -> None:
 
 @pytest.mark.parametrize("neighbour", [{}, {"top_k": 1}, {"min_p": 0.5}, {"temperature": 5.0, "top_p": 0.1}])
 def test_top_k_and_top_p_filter_jointly_whatever_the_neighbour(neighbour, sampler):
-    """Half of the batch has other parameters and other logits."""
     torch.manual_seed(0)
     width, pairs = 4, DRAWS // 4
     mine, other = torch.tensor(EXAMPLE).log(), torch.tensor(EXAMPLE[::-1]).log()
@@ -102,7 +101,6 @@ def test_greedy_neighbours_add_no_filter(sampled, sampler):
 
 @pytest.mark.parametrize("width", [1, 16])
 def test_greedy_requests_take_the_argmax(width, sampler):
-    """Test greedy requests alone and next to sampled ones."""
     torch.manual_seed(1)
     logits = torch.randn(6 * width, VOCABULARY)
     best = logits.argmax(dim=-1).view(6, width)
@@ -118,10 +116,7 @@ def test_greedy_requests_take_the_argmax(width, sampler):
 
 
 def test_parameters_belong_to_the_request_of_the_row(sampler):
-    """Request i draws exactly the likeliest tokens that its parameters keep.
-
-    All rows have equal logits. The chance that one of them is never drawn is below 1e-14.
-    """
+    """Request i draws exactly the likeliest tokens that its parameters keep."""
     requests = [
         {"top_k": 1},
         {"top_k": 5},
@@ -138,7 +133,6 @@ def test_parameters_belong_to_the_request_of_the_row(sampler):
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.82}, {"temperature": 0.5, "top_k": 9}])
 def test_seeds_and_positions_are_those_of_plain_decoding(filters, sampler):
-    """A seeded slot draws the token that SGLang's sampler draws at that position."""
     seeds, lengths, width = [11, 11, 987654321], [5, 40, 5], 6
     logits = torch.randn(3, width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.tensor(lengths)[:, None] + torch.arange(width)
@@ -258,7 +252,6 @@ def test_ties_are_cut_as_the_sampler_cuts_them(request_, kept, is_bounded):
 
 
 def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
-    """A host bound on top_k saves the sort and changes no probability."""
     requests = [{"top_k": 1}, {"top_k": 4, "top_p": 0.82}, {"top_k": 3, "min_p": 0.2, "temperature": 0.7}]
     logits = torch.randn(len(requests) * 3, VOCABULARY, generator=torch.Generator().manual_seed(8)) * 2
     unknown = dataclasses.replace(sampling_info(*requests), max_top_k=None)

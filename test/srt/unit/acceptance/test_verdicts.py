@@ -3,11 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.decisions import (
-    Decision,
-    accept_by_block_verification,
-    accept_by_rejection,
-)
+from support.decisions import Decision, accept_by_block_verification, accept_by_rejection
 from support.enumeration import LAST, as_list, is_valid
 
 from sglang_dflash.srt.layers.draft_probs import DraftProbs, draw_by_inverse_cdf

@@ -86,7 +86,6 @@ def test_peagle_with_pages():
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_a_target_that_cannot_verify(is_chosen):
-    """The finding states if SGLang chose the backend."""
     [finding] = target_attention_findings("cuda", "flashmla", is_chosen)
     assert "'flashmla'" in finding.what and "--attention-backend" in finding.what and finding.builtin_supports
     assert ("SGLang's choice" in finding.what) == (not is_chosen)

@@ -110,7 +110,6 @@ def test_checkpoints_that_plain_sglang_takes_are_served(name, tmp_path, caplog, 
 
 
 def test_what_is_told_at_the_start_is_told_once(tmp_path, caplog):
-    """Fields that are not read, and a block beyond the trained one of 8, by name."""
     changes = {"loss_gamma": 4.0, "dflash_config": {"num_anchors": 512, "projector_type": "dflash"}}
     resolve(record_of(changed_draft(changes, tmp_path), speculative_num_draft_tokens=16))
     [unread] = [text for text in caplog.messages if "not read" in text]

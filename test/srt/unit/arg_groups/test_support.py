@@ -16,7 +16,6 @@ import pytest
 import sglang  # loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, SPECULATORS_DRAFT
 from sglang.srt.arg_groups import speculative_hook
-from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.drafts import REMOVE
@@ -28,7 +27,6 @@ from sglang_dflash.srt.arg_groups.support import _FLAGS as FLAGS
 from sglang_dflash.srt.arg_groups.support import SPLIT_EMBEDDINGS, flag_of
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import entry_points, patch, patches
 from sglang_dflash.srt.plugins.server_info import add_reports, check_ranks_run_ours
 
 ATTRIBUTE = "_dflash_implementation"
@@ -176,12 +174,7 @@ def test_a_speculators_draft_does_not_fall_back():
 # name -> (changes to the draft's config, arguments, words of ours, words of the built-in's own refusal)
 REFUSED_BY_BOTH = {
     "pipeline parallelism": ({}, {"pp_size": 2}, "--pp-size", "pp_size == 1"),
-    "DP attention without a whole head": (
-        {},
-        DP,
-        "--enable-dp-lm-head",
-        "requires --enable-dp-lm-head",
-    ),
+    "DP attention without a whole head": ({}, DP, "--enable-dp-lm-head", "requires --enable-dp-lm-head"),
     "heads that cannot be split": ({}, {"tp_size": 3}, "cannot be split over --tp 3", "either"),
     "context and DP attention": (
         {},
@@ -225,28 +218,6 @@ def test_children_learn_the_decision():
     decision = Implementation.from_server_args(record)
     assert decision.name == "sglang" and "--attn-cp-size" in decision.because[0] and decision.lost
     assert Implementation.from_server_args(record_of()).name == "sglang-dflash"
-
-
-def targets_of(table) -> dict:
-    return {change.target: patch.resolve(change.target)[1] for change in table}
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"attn_cp_size": 2}, {"attn_cp_size": 2, "disaggregation_mode": "decode"}]
-)
-def test_a_scheduler_of_a_fallback_runs_plain_sglang(arguments, monkeypatch):
-    """Only the report in /server_info is ours."""
-    record = resolve(record_of(**arguments))
-    installed = []
-    monkeypatch.setattr(patch, "install", lambda table: installed.append(table) or [])
-    before = targets_of(patches.AT_WORKER)
-    served = SpeculativeAlgorithm.from_string(resolved_view(record).speculative_algorithm)
-    assert served.create_worker(record).__module__ == "sglang.srt.speculative.dflash_worker_v2"
-    entry_points.patch_at_load()  # as its children do, with the launcher's environment
-    assert installed == [patches.AT_LOAD, patches.AT_FALLBACK]
-    assert targets_of(patches.AT_WORKER) == before
-    [report] = patches.AT_FALLBACK
-    assert report.name == "_add_speculative"
 
 
 def test_the_next_server_of_a_process_is_no_fallback():

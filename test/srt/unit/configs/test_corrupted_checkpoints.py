@@ -174,10 +174,7 @@ def with_value(config: dict, way: tuple, value: Any) -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_field_with_a_bad_value_is_named_or_served(name, targets, tmp_path):
-    """A refusal names the checkpoint and the field, or else the tensors that are then of another shape.
-
-    test_quantized_drafts.py spoils the fields of quantizations.
-    """
+    """A refusal names the checkpoint and the field, or else the tensors that are then of another shape."""
     config, weights = checkpoint(name)
     (tmp_path / "model.safetensors").write_bytes(weights)
     refused, unnamed = set(), []

@@ -53,7 +53,6 @@ def resolve(folder, algorithm: str):
 
 @pytest.mark.parametrize("writer", [amazon, nemo])
 def test_it_is_the_draft_of_the_librarys_file(writer, tmp_path):
-    """The config, and every parameter, are those of a speculators file with Llama layers."""
     source = json.loads(json.dumps(SOURCE))
     source["transformer_layer_config"]["model_type"] = "llama"
     library = write_checkpoint(tmp_path / "library", source, tensors())

@@ -133,7 +133,6 @@ PLACES = [(base, place, name) for base in TYPED for place, names in TYPED[base].
 
 @pytest.mark.parametrize("base, place, name", PLACES)
 def test_a_value_of_another_type_is_refused_by_name(base, place, name, tmp_path):
-    """With the field and the value, where a number, a truth value, an object or a list of names belongs."""
     change = {place: {name: [{}]}} if place else {name: [{}]}
     config = merged(TABLE["base"][base], change)
     if name == "layer_ids":

@@ -13,17 +13,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.engine import Pools, start
 
 from sglang_dflash.srt.hardware_backend.cpu import attention
-from sglang_dflash.srt.hardware_backend.cpu.attention import (
-    TorchNativeSpecAttnBackend,
-    cuts_by_length,
-    is_needed,
-)
+from sglang_dflash.srt.hardware_backend.cpu.attention import cuts_by_length, is_needed
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 TOLERANCE = 1e-5
@@ -68,7 +63,7 @@ def attend(
 ) -> torch.Tensor:
     """Attend for one request.
 
-    q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim or another]; returns [B, heads * dim] in float64.
+    q: [B, heads, dim]; k, v: [anchor + B, kv_heads, dim]; returns [B, heads * dim] in float64.
     cap: scores s become cap * tanh(s / cap). sinks: [heads], a score of each head whose weight goes
     nowhere.
     """
@@ -208,37 +203,6 @@ OPTIONS = {
 )
 def test_modes_and_options(mode, lengths, widths, options):
     assert largest_error(mode, lengths, widths, **options) < TOLERANCE
-
-
-def test_latent_keys():
-    """MLA as SGLang's models absorb it: one latent per token is the key of every head.
-
-    Its first part is the value.
-    """
-    rank, rope, heads, lengths, width = 24, 8, 4, [7, 0, 19], 3
-    generator = torch.Generator().manual_seed(2)
-    pools = Pools(len(lengths), 32, layers=1, kv_heads=1, head_dim=HEAD_DIM)
-    pools.token_to_kv_pool = MLATokenToKVPool(
-        256, 1, torch.float32, rank, rope, 1, "cpu", enable_memory_saver=False
-    )
-    pools.backend = TorchNativeSpecAttnBackend(pools)
-    layer = RadixAttention(
-        heads, rank + rope, (rank + rope) ** -0.5, num_kv_heads=1, layer_id=0, v_head_dim=rank
-    )
-    latents = [torch.randn(n + width, 1, rank + rope, generator=generator) for n in lengths]
-    queries = torch.randn(len(lengths), width, heads, rank + rope, generator=generator)
-    for request, (n, latent) in enumerate(zip(lengths, latents)):
-        pools.token_to_kv_pool.set_kv_buffer(layer, pools.slots(request, 0, n), latent[:n], None)
-
-    def attention(input_ids, positions, batch):
-        new = torch.cat([latent[-width:] for latent in latents])
-        return layer(queries.flatten(0, 1).flatten(1), new, new[..., :rank].contiguous(), batch)
-
-    batch = pools.blocks(torch.zeros(len(lengths), width, dtype=torch.int64), lengths)
-    found = pools.forward(attention, batch).view(len(lengths), width, -1)
-    for request, (n, latent) in enumerate(zip(lengths, latents)):
-        expected = attend(queries[request], latent, latent[..., :rank], n, True, None)
-        torch.testing.assert_close(found[request].double(), expected, rtol=0, atol=TOLERANCE)
 
 
 def test_a_server_without_a_draft_gets_it_on_request(monkeypatch):

@@ -73,7 +73,6 @@ def test_which_runs_on_onednn(as_if, monkeypatch):
 
 
 def test_which_is_multiplied_in_float32(as_if, monkeypatch):
-    """Several rows of bfloat16 are, if the CPU cannot multiply them."""
     calls, plain = [], torch.nn.functional.linear
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, *rest: calls.append((x.shape[0], x.dtype)) or plain(x, *rest)

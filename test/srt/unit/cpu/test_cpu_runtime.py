@@ -66,34 +66,6 @@ def test_seeded_draws_hash_seed_position_and_column(rows, columns):
 # -- its functions
 
 
-@st.composite
-def tables(draw):
-    """Draw (rows, table [reqs, pool_len], start, end): columns start..end-1 move."""
-    pool_len = draw(st.integers(1, 12))
-    num_rows = draw(st.integers(1, 6))
-    rows = draw(st.permutations(range(num_rows)))[: draw(st.integers(1, num_rows))]
-    bounds = [sorted(draw(st.lists(st.integers(0, pool_len), min_size=2, max_size=2))) for _ in rows]
-    table = torch.arange(num_rows * pool_len, dtype=torch.int32).view(num_rows, pool_len) + 100
-    start, end = torch.tensor(bounds, dtype=draw(st.sampled_from([torch.int32, torch.int64]))).unbind(1)
-    return torch.tensor(rows), table, start, end
-
-
-@given(tables())
-def test_slots_are_written_to_the_table_and_read_from_it(case):
-    rows, table, start, end = case
-    slots = torch.arange(int((end - start).sum()) + 3) + 5000  # longer than needed, as SGLang's may be
-    expected, taken = table.clone(), 0
-    for row, first, last in zip(rows.tolist(), start.tolist(), end.tolist(), strict=True):
-        expected[row, first:last] = slots[taken : taken + last - first]
-        taken += last - first
-    stand_in.assign_req_to_token_pool_cpu(rows, table, start, end, slots, table.shape[1])
-    assert torch.equal(table, expected)
-    found = torch.full_like(slots, -1)
-    stand_in.assign_extend_cache_locs_cpu(rows, table, start, end, found, table.shape[1])
-    assert found.tolist() == [*slots[:taken].tolist(), -1, -1, -1]
-    assert torch.equal(table, expected)
-
-
 def test_copy_all_layer_kv_cache():
     nothing = torch.empty(0, dtype=torch.int64)
     stand_in.copy_all_layer_kv_cache_cpu(None, None, nothing, nothing)

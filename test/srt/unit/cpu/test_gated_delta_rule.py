@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.cpu_room import recurrent_targets
 from torch.nn.functional import softplus
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
@@ -120,31 +119,6 @@ def test_token_by_token(steps, verify):
     assert aside[bs].isnan().all()
 
 
-def test_a_block_computes_what_its_tokens_do_one_by_one():
-    """Equal up to the last bit.
-
-    PyTorch's exp and sigmoid round differently if an array's length leaves a remainder.
-    """
-    bs, steps, slots = 3, 6, torch.tensor([4, 1, 7], dtype=torch.int32)
-    inputs, rows = random_inputs(bs * steps), torch.arange(bs)
-    states = torch.randn(NUM_SLOTS, VALUE_HEADS, VALUE_DIM, KEY_DIM)
-    windows = torch.randn(NUM_SLOTS, CHANNELS, WIDTH - 1)
-    weights, x = torch.randn(CHANNELS, WIDTH), torch.randn(bs, CHANNELS, steps)
-    aside = torch.zeros(bs, steps, *states.shape[1:])
-    windows_aside = torch.zeros(bs, steps, CHANNELS, WIDTH - 1)
-    where = dict(intermediate_states_buffer=aside, intermediate_state_indices=rows)
-    block = update(inputs, states, slots, starts_of([steps] * bs), disable_state_update=True, **where)
-    convolved = ours.causal_conv1d_update_cpu(x, windows, weights, None, "silu", slots, windows_aside, rows)
-    for t in range(steps):
-        now = [i * steps + t for i in range(bs)]
-        one = update(some_tokens(inputs, now), states, slots, starts_of([1] * bs))
-        close(one, block[:, now], 1e-6)
-        close(states[slots], aside[:, t], 1e-6)
-        one = ours.causal_conv1d_update_cpu(x[..., t].contiguous(), windows, weights, None, "silu", slots)
-        close(one, convolved[..., t], 1e-6)
-        assert torch.equal(windows[slots], windows_aside[:, t])
-
-
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_convolution_of_prompts_and_of_what_follows(with_bias):
     starts, slots = starts_of(LENGTHS), 1 + torch.randperm(NUM_SLOTS - 1)[: len(LENGTHS)].int()
@@ -166,87 +140,6 @@ def test_convolution_of_prompts_and_of_what_follows(with_bias):
         close(outputs[:, starts[i] : starts[i + 1]], want[:, :length])
         close(next_outputs[i], want[:, -1])
         assert torch.equal(pool[slots[i]], everything[0, :, -(WIDTH - 1) :])
-
-
-def test_norms_gates_and_splits():
-    x, z = torch.randn(6, 16), torch.randn(6, 16)
-    norm = reference.Qwen3_5RMSNormGated(16, eps=1e-6)
-    torch.nn.init.normal_(norm.weight)
-    close(operators.layernorm_fn(x, norm.weight, None, z=z, is_rms_norm=True), norm(x, z))
-    close(recurrent_targets.rms_norm_gated(x, z, norm.weight, None, "silu"), norm(x, z))
-    gemma = reference.Qwen3_5RMSNorm(8, eps=1e-6)
-    torch.nn.init.normal_(gemma.weight)
-    q_gate, k = torch.randn(5, 3 * 16), torch.randn(5, 2 * 8)
-    q, keys, gate = operators.fused_qk_gemma_rmsnorm_with_gate_cpu(
-        q_gate, k, gemma.weight, gemma.weight, 1e-6, 8, 3
-    )
-    want_q, want_gate = q_gate.view(5, 3, 16).chunk(2, dim=-1)
-    close(q.view(5, 3, 8), gemma(want_q))
-    close(keys.view(5, 2, 8), gemma(k.view(5, 2, 8)))
-    assert torch.equal(gate.view(5, 3, 8), want_gate)
-    gated = x.clone()
-    operators.fused_sigmoid_mul_cpu(gated, z)
-    close(gated, x * z.sigmoid())
-    qkv, zs, b, a = operators.fused_qkvzba_split_reshape_cat_contiguous_cpu(
-        torch.arange(2 * 28).view(2, 28), torch.arange(2 * 8).view(2, 8), 2, 4, 3, 2
-    )
-    assert qkv[0].tolist() == list(range(20)) and zs[0].flatten().tolist() == list(range(20, 28))
-    assert b[0].tolist() == [0, 1, 2, 3] and a[1].tolist() == [12, 13, 14, 15]
-
-
-def test_what_is_committed_is_what_was_accepted():
-    """Each request's last kept step goes into its own slot, the tracked one into the cache's.
-
-    Nothing is written if the step or slot is -1.
-    """
-    layers, rows, steps = 2, 3, 4
-
-    class Caches:
-        temporal = torch.zeros(layers, 8, 2, 2)
-        conv = [torch.zeros(layers, 8, 3), torch.zeros(layers, 8, 5)]
-        intermediate_ssm = torch.randn(layers, rows, steps, 2, 2)
-        intermediate_conv_window = [torch.randn(layers, rows, steps, 3), torch.randn(layers, rows, steps, 5)]
-
-    operators.scatter_mamba_states_after_mtp_verify(
-        Caches,
-        torch.tensor([5, 2, 7], dtype=torch.int32),
-        torch.tensor([0, 3, 2]),
-        torch.tensor([1, 3, -1]),
-        torch.tensor([-1, 2, 1]),
-    )
-    written = {5: (0, 0), 2: (1, 3), 7: (2, 2), 3: (1, 2)}
-    pairs = [(Caches.temporal, Caches.intermediate_ssm), *zip(Caches.conv, Caches.intermediate_conv_window)]
-    for pool, aside in pairs:
-        for slot in range(8):
-            row, step = written.get(slot, (0, 0))
-            assert torch.equal(pool[:, slot], aside[:, row, step] * (slot in written))
-
-
-def test_a_target_without_one_kind_of_state():
-    """Pools of states that a target lacks are empty, and nothing was set aside for them."""
-
-    class Caches:
-        temporal, intermediate_ssm = torch.zeros(2, 8, 0), None
-        conv = [torch.zeros(2, 8, 3), torch.zeros(2, 8, 0)]
-        intermediate_conv_window = [torch.ones(2, 3, 4, 3), None]
-
-    slots, steps = torch.tensor([5, 2, 7]), torch.tensor([0, 3, -1])
-    operators.scatter_mamba_states_after_mtp_verify(Caches, slots, steps, None, None)
-    assert Caches.conv[0].sum(dim=(0, 2)).nonzero().flatten().tolist() == [2, 5]
-    recurrent_targets.fused_conv_window_scatter_with_mask(Caches.conv[1], None, slots, steps)
-
-
-def test_states_are_tracked_where_the_mask_says():
-    conv, ssm = torch.randn(2, 6, 3), torch.randn(2, 6, 4)
-    before = conv.clone(), ssm.clone()
-    mask = torch.tensor([True, False, True])
-    operators.track_mamba_states_all_layers(
-        conv, ssm, torch.tensor([1, 2, 3]), mask, torch.tensor([4, 5, -1]), 3
-    )
-    for pool, old in zip((conv, ssm), before):
-        assert torch.equal(pool[:, 4], old[:, 1])
-        untouched = [0, 1, 2, 3, 5]
-        assert torch.equal(pool[:, untouched], old[:, untouched])
 
 
 @pytest.mark.parametrize("whose", ["twin", "SGLang"])

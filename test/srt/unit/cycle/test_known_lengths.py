@@ -15,11 +15,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention.flashinfer_plans import backend_class, plans_blocks
 from sglang_dflash.srt.plugins import algorithm
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
-from sglang_dflash.srt.speculative.cycle.lengths import (
-    KnownLengthsMap,
-    bounds_of,
-    plans_within_bounds,
-)
+from sglang_dflash.srt.speculative.cycle.lengths import KnownLengthsMap, bounds_of, plans_within_bounds
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.dflash_info import UNKNOWN, DFlashDraftInput
@@ -164,10 +160,7 @@ def test_flashinfer_waits_for_exact_lengths_unless_bounds_are_on(monkeypatch):
     """Its plans are then its own, in basic mode too."""
     backend = object.__new__(backend_class())
     vars(backend).update(
-        dispatch_reason=None,
-        prefill_backend="fa2",
-        use_sliding_window_kv_pool=False,
-        is_nvfp4_kvcache=False,
+        dispatch_reason=None, prefill_backend="fa2", use_sliding_window_kv_pool=False, is_nvfp4_kvcache=False
     )
     assert not plans_within_bounds([backend], "cuda") and not plans_blocks(backend)
     monkeypatch.setenv(DFlashOptions.PLANS_WITHIN_BOUNDS.variable, "1")

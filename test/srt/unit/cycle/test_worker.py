@@ -27,13 +27,7 @@ from sglang_dflash.srt.speculative.drafters.copies import CopySource
 def worker(**fields) -> DFlashWorker:
     """Make a worker without its constructor."""
     made = object.__new__(DFlashWorker)
-    defaults = {
-        "_target_worker": MagicMock(),
-        "device": "cpu",
-        "gpu_id": 0,
-        "block_size": 4,
-        "observers": (),
-    }
+    defaults = {"_target_worker": MagicMock(), "device": "cpu", "gpu_id": 0, "block_size": 4, "observers": ()}
     vars(made).update({**defaults, **fields})
     return made
 

@@ -12,7 +12,6 @@ from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_plain_dflash2_drafts_of_other_shapes(name):
-    """Paths and likelihoods of a random draft equal the reference's, for each variant of the format."""
     config = dflash2_config(VARIANTS[name])
     layer_ids, vocab, size = config["dflash_config"]["target_layer_ids"], config["vocab_size"], 20
     weights = random_dflash2_weights(config, len(layer_ids))

@@ -130,7 +130,6 @@ def test_a_reduced_vocabulary():
 
 @given(st.data())
 def test_a_draft_makes_sense(data):
-    """Probabilities are valid, tokens possible, and requests independent, at any parameters."""
     bs, slots, vocabulary = (data.draw(st.integers(1, top)) for top in (4, 4, 7))
     torch.manual_seed(data.draw(st.integers(0, 2**32)))
     logits = torch.randn(bs, slots, vocabulary) * data.draw(st.sampled_from([0.0, 1.0, 30.0]))

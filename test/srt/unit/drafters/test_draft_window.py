@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from support.draft_cases import Case, FakePlan, draft_cycle, lm_head
+from support.draft_cases import Case, FakePlan, draft_cycle
 
 from sglang_dflash.srt.hardware_backend.cpu.attention import TorchNativeSpecAttnBackend
-from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter, DraftWindow
+from sglang_dflash.srt.speculative.drafters.dflash import DraftWindow
 
 LENGTHS = [23, 4, 12]
 CAPACITY = 48
@@ -39,21 +39,12 @@ def test_drafted_tokens_see_the_window_alone(is_narrow, name, page_size, window,
     width = case.model.draft.num_drafting_rows + 1
     pools = case.pools(len(LENGTHS), CAPACITY, page_size=page_size)
     own = pools_with_a_table_of_its_own(pools)
-    runner = SimpleNamespace(
-        model=case.model,
-        token_to_kv_pool=pools.token_to_kv_pool,
-        req_to_token_pool=own.req_to_token_pool,
-        kv_index_translator=None,
-        decode_cuda_graph_runner=None,
-        forward=lambda batch: SimpleNamespace(logits_output=own.forward(case.model, batch)),
-    )
-    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
-    drafter = DFlashDrafter(runner, target, width)
+    drafter = case.drafter(own, width)
     drafter.has_own_table = True
     drafter.window = DraftWindow(
         window,
         SimpleNamespace(page_size=page_size, req_to_token_pool=pools.req_to_token_pool),
-        runner,
+        drafter._runner,
         "torch_native",
         drafter.num_draft_rows,
     )

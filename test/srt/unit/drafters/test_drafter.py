@@ -13,7 +13,6 @@ import torch
 from support.decisions import accepted_blocks
 from support.dflash2_cases import DFlash2Case
 from support.draft_cases import Case, FakePlan, draft_cycle, lm_head
-from support.sampling_parameters import sampling_parameters
 
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
@@ -63,70 +62,6 @@ def test_a_quantized_head():
     torch.testing.assert_close(full_logits(hidden, head), expected)
 
 
-def drafter_on(pools, case: Case, block_size: int) -> DFlashDrafter:
-    """Return a drafter whose model runner is only the model and these pools."""
-    target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
-    runner = SimpleNamespace(
-        model=case.model,
-        token_to_kv_pool=pools.token_to_kv_pool,
-        kv_index_translator=None,
-        decode_cuda_graph_runner=None,
-        forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
-    )
-    return DFlashDrafter(runner, target, block_size)
-
-
-@pytest.mark.parametrize("name", ["plain", "sample from anchor"])
-def test_draft_probabilities_belong_to_their_request(name, tmp_path):
-    """Random batches of requests that come, go and change places.
-
-    Every row's distribution is the reference's for that request's own context and parameters, and every
-    drafted token has a positive probability in it.
-    """
-    case = Case.variant(name, tmp_path)
-    width = case.model.draft.num_drafting_rows + 1
-    pools = case.pools(4, 40)
-    drafter = drafter_on(pools, case, width)
-    lengths = [11, 4, 7, 19]
-    aux_hidden = [case.aux_hidden(n, seed) for seed, n in enumerate(lengths)]
-    for request, n in enumerate(lengths):
-        prompt = SimpleNamespace(positions=torch.arange(n))
-        drafter.prefill(prompt, aux_hidden[request], pools.slots(request, 0, n), torch.tensor([3]))
-    parameters = {
-        "temperature": [0.7, 1.0, 1.5, 1.0],
-        "top_k": [1 << 30, 1 << 30, 3, 1],
-        "top_p": [1.0, 0.8, 1.0, 1.0],
-    }
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(6):
-        batch = torch.randperm(4, generator=generator)[
-            : 1 + int(torch.randint(4, (), generator=generator))
-        ].tolist()
-        bonus = [3 + 5 * request for request in batch]
-        blocks = case.block_tokens(bonus)
-        cycle = draft_cycle(pools, batch, [lengths[r] for r in batch], blocks, width)
-        info = sampling_parameters(
-            **{name: [column[r] for r in batch] for name, column in parameters.items()}
-        )
-        block = drafter.propose(cycle, info)
-        assert block.tokens[:, 0].tolist() == bonus
-        for row, r in enumerate(batch):
-            hidden = case.reference.block_hidden(
-                case.embedding.weight.data[blocks[row]], case.reference.context_kv(aux_hidden[r])
-            )
-            probs = torch.softmax(case.logits(hidden)[-(width - 1) :] / parameters["temperature"][r], dim=-1)
-            ranked, ids = probs.sort(dim=-1, descending=True)
-            keep = ranked.cumsum(dim=-1) - ranked <= parameters["top_p"][r]
-            keep &= torch.arange(ranked.shape[-1]) < parameters["top_k"][r]
-            wanted = torch.zeros_like(probs).scatter_(1, ids, ranked * keep)
-            wanted = wanted / wanted.sum(dim=-1, keepdim=True)
-            found = torch.zeros_like(probs).scatter_add_(
-                1, block.probs.ids[row], block.probs.probs[row].double()
-            )
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-            assert (wanted.gather(1, block.tokens[row, 1:, None]) > 0).all()
-
-
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
 @pytest.mark.parametrize(
     "verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"]
@@ -145,7 +80,7 @@ def test_the_drafter_proposes_what_the_reference_does(name, verified, tmp_path):
     rows, lengths, kept = case.config["block_size"], [11, 4], [1, 0]
     width = rows + from_anchor
     pools = case.pools(2, 40)
-    drafter = drafter_on(pools, case, width)
+    drafter = case.drafter(pools, width)
     # Of every request, the aux hidden states of all positions to come; what is rejected is replaced by noise.
     aux_hidden = [case.aux_hidden(40, seed) for seed in (1, 2)]
     states = torch.cat([states[:n] for states, n in zip(aux_hidden, lengths, strict=True)])
@@ -190,13 +125,10 @@ def commit_an_anchor(
 
 
 def test_rows_that_wait_are_the_slots_last_owners(tmp_path):
-    """A request ends with unwritten rows, and its slot goes to another one.
-
-    The next one arrives in a cycle without drafts, or in a prefill.
-    """
+    """A request ends with unwritten rows, and its slot goes to another one."""
     case = Case.variant("plain", tmp_path)
     pools = case.pools(2, 40)
-    drafter = drafter_on(pools, case, case.config["block_size"])
+    drafter = case.drafter(pools, case.config["block_size"])
     slot = pools.slots(0, 5, 6)
     of_the_first, of_the_second = case.aux_hidden(1, seed=1), case.aux_hidden(1, seed=2)
 
@@ -227,7 +159,7 @@ def test_blocks_are_written_outside_the_memory_of_graphs(kind, tmp_path):
     """In a graph's own memory the target's graphs would overwrite what they are about to verify."""
     case = kind.variant("plain" if kind is Case else "as published", tmp_path)
     pools, width = case.pools(2, 40), case.config["block_size"]
-    drafter = drafter_on(pools, case, width)
+    drafter = case.drafter(pools, width)
     drafter.attach_pools(pools)
     for r in range(2):
         prompt = SimpleNamespace(positions=torch.arange(4))

@@ -252,10 +252,6 @@ class Simulation:
 @pytest.mark.parametrize("block_size", [1, 2, 5, 8])
 @pytest.mark.parametrize(("page_size", "is_planned"), [(1, False), (16, False), (1, True)])
 def test_cycles_after_a_prefill(block_size, page_size, is_planned, tmp_path):
-    """Vary text lengths and accepted lengths.
-
-    Texts have one token, fewer than a block, or more than the window. None, some or all tokens are accepted.
-    """
     simulation = Simulation(block_size, 4, tmp_path, page_size)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     most = block_size - 1
@@ -271,11 +267,7 @@ def test_cycles_after_a_prefill(block_size, page_size, is_planned, tmp_path):
 
 @pytest.mark.parametrize("block_size", [2, 5])
 def test_widths_change_from_cycle_to_cycle(block_size, tmp_path):
-    """A pause without drafting leaves later drafts unchanged.
-
-    The pause is longer than the number of rows that may be pending, and another request's prefill falls into
-    it.
-    """
+    """A pause without drafting leaves later drafts unchanged."""
     simulation = Simulation(block_size, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     cycle = functools.partial(simulation.cycle, is_planned=True)
@@ -303,7 +295,6 @@ def test_whole_blocks_that_nobody_planned_are_pending(tmp_path):
 
 @pytest.mark.parametrize("backend", [BlockKeysFromTheForward, KeysFromThePool])
 def test_backends_that_do_not_know_the_hosts_lengths(backend, tmp_path):
-    """Every row attends to its own request, wherever block keys come from."""
     simulation = Simulation(6, 4, tmp_path, backend=backend)
     simulation.prefill({0: 17, 1: 1, 2: 2, 3: 6})
     for kept in ((0, 0, 0, 0), (5, 2, 0, 5), (0, 5, 1, 3), (5, 0, 5, 0), (4, 1, 2, 2)):
@@ -328,7 +319,6 @@ def test_the_end_of_the_context(block_size, tmp_path):
 
 @pytest.mark.parametrize("backend", [TorchNativeSpecAttnBackend, BlockKeysFromTheForward])
 def test_batches_change(backend, tmp_path):
-    """Pending rows of a request wait while other requests decode."""
     simulation = Simulation(5, 3, tmp_path, backend=backend)
     simulation.prefill({2: 9, 0: 12})
     simulation.cycle({0: 3, 2: 4})
@@ -372,7 +362,6 @@ def test_the_prefix_cache_exchanges_slots(backend, tmp_path):
 
 
 def test_a_mixed_batch(tmp_path):
-    """Running requests join a prefill and keep their pending rows."""
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3})
     simulation.cycle({0: 4, 1: 2})
@@ -383,10 +372,7 @@ def test_a_mixed_batch(tmp_path):
 
 
 def test_draft_probabilities_belong_to_their_request(tmp_path):
-    """Probabilities are over target ids, under each request's temperature.
-
-    The blocks of the requests begin at different rows.
-    """
+    """Probabilities are over target ids, under each request's temperature."""
     simulation = Simulation(5, 3, tmp_path)
     simulation.prefill({0: 12, 1: 3, 2: 30})
     simulation.cycle({0: 4, 1: 0, 2: 2})

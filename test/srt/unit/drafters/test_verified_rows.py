@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 from support.dflash2_cases import DFlash2Case
-from support.draft_cases import Case, draft_cycle, lm_head
+from support.draft_cases import Case, draft_cycle
 from support.verified_rows import INFO, compare, count_head_rows
 
 from sglang_dflash.srt.speculative.cycle.layout import drafted_slots
-from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 
 CONTEXTS = [17, 3, 11]
 ANCHORS = [3, 50, 9]
@@ -28,15 +27,7 @@ class Drafting:
         self.case = case = kind.variant(name, folder)
         self.num_slots = case.model.draft.num_drafting_rows
         self.pools = pools = case.pools(len(CONTEXTS), 48)
-        target = SimpleNamespace(lm_head=lm_head(case.head), get_input_embeddings=lambda: case.embedding)
-        runner = SimpleNamespace(
-            model=case.model,
-            token_to_kv_pool=pools.token_to_kv_pool,
-            kv_index_translator=None,
-            forward=lambda batch: SimpleNamespace(logits_output=pools.forward(case.model, batch)),
-        )
-        drafter = DFlash2Drafter if kind is DFlash2Case else DFlashDrafter
-        self.drafter = drafter(runner, target, self.num_slots + 1)
+        self.drafter = case.drafter(pools, self.num_slots + 1)
         self.contexts = [case.aux_hidden(n, seed) for seed, n in enumerate(CONTEXTS)]
         for request, states in enumerate(self.contexts):
             prompt = SimpleNamespace(positions=torch.arange(len(states)))

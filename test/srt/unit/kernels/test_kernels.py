@@ -15,6 +15,7 @@ from support.kernel_inputs import (
     Context,
     random_appended,
     random_blocks,
+    random_lengths,
     random_rows,
     random_verdicts,
     random_window,
@@ -51,23 +52,12 @@ def test_prepared_blocks():
 
 
 @against_twin
-@given(
-    st.lists(st.integers(0, 2**20), max_size=9),
-    st.integers(1, 17),
-    st.sampled_from([torch.int32, torch.int64]),
-    st.booleans(),
-)
-def test_block_offsets_equal_their_twin(seq_lens, block_size, dtype, is_ragged):
-    seq_lens = torch.tensor(seq_lens, dtype=dtype, device=DEVICE)
-    counts = None
-    if is_ragged:
-        counts = torch.arange(len(seq_lens), dtype=torch.int32, device=DEVICE) % (block_size + 1)
-    outputs = []
-    for run in (block.block_offsets.__wrapped__, block.block_offsets_torch):
-        offsets = [torch.full((len(seq_lens) + 1,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2)]
-        outputs.append((torch.full_like(seq_lens, -1), *offsets))
-        run(seq_lens, block_size, outputs[-1], counts)
-    for got, want in zip(*outputs, strict=True):
+@given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17), st.booleans())
+def test_block_offsets_equal_their_twin(seed, bs, block_size, is_ragged):
+    mine, twins = (random_lengths(seed, bs, block_size, DEVICE, is_ragged) for _ in range(2))
+    block.block_offsets.__wrapped__(*mine)
+    block.block_offsets_torch(*twins)
+    for got, want in zip(mine[2], twins[2], strict=True):
         assert torch.equal(got, want)
 
 
@@ -98,16 +88,6 @@ def test_prepare_window_equals_its_twin(seed, bs, size, page, columns):
     assert torch.equal(mine[3], twins[3])
 
 
-def test_a_prepared_window():
-    """The last 5 tokens of 9 and of 3; then from whole pages of 4."""
-    source, table = torch.arange(24, dtype=torch.int32).view(2, 12), torch.zeros(2, 8, dtype=torch.int32)
-    seq_lens, requests = torch.tensor([9, 3]), torch.tensor([1, 0])
-    assert window.prepare_window(seq_lens, requests, source, table, 5, 1, 7).tolist() == [5, 3]
-    assert table[:, :7].tolist() == [[0, 1, 2, 3, 4, 5, 6], [16, 17, 18, 19, 20, 21, 22]]
-    assert window.prepare_window(seq_lens, requests, source, table, 4, 4, 7).tolist() == [5, 3]
-    assert table[1, :7].tolist() == [16, 17, 18, 19, 20, 21, 22]
-
-
 # -- rows of a P-EAGLE block
 
 
@@ -130,64 +110,6 @@ def test_prepare_rows_equals_its_twin(seed, bs, block_size, hidden, last_start):
     assert torch.equal(mine[2].was_run, twins[2].was_run) and mine[2].was_run[mine[0]].all()
     for place in (5, 6):
         assert torch.equal(mine[place], twins[place])
-
-
-def two_blocks_of_rows(
-    last_start: int | None,
-) -> tuple[peagle_rows.DraftRows, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prepare two blocks of 4, with three rows and one row pending.
-
-    The first kept two drafted tokens; the second has a text of two tokens. Also returns what was written:
-    the table, the fused states and the first drafting rows.
-    """
-    pending = peagle_rows.PendingRows(
-        tokens=torch.tensor([[51, 52, 0, 0], [61, 62, 63, 0]]),
-        fused=torch.tensor([[1, 2, 0, 0], [3, 4, 5, 0]]).float()[..., None],
-        count=torch.tensor([1, 3]),
-        was_run=torch.zeros(2, dtype=torch.int32),
-    )
-    source = torch.arange(100, 140, dtype=torch.int32).view(2, 20)
-    table, fused, first = (
-        torch.zeros(2, 30, dtype=torch.int32),
-        torch.zeros(12, 1),
-        torch.zeros(2, dtype=torch.int64),
-    )
-    requests, lengths, mask_state = torch.tensor([1, 0]), torch.tensor([9, 2]), torch.tensor([9.0])
-    tables = peagle_rows.RequestTables(source, table, 99, last_start)
-    rows = peagle_rows.prepare_rows(requests, lengths, pending, tables, mask_state, fused, first)
-    return rows, table, fused.flatten(), first
-
-
-def test_prepared_rows():
-    rows, table, fused, first = two_blocks_of_rows(None)
-    assert rows.positions.tolist() == [[5, 6, 7, 8, 9, 10], [0, 1, 2, 3, 4, 5]]
-    assert rows.tokens.tolist() == [[99, 61, 62, 63, 99, 99], [99, 51, 99, 99, 99, 99]]
-    assert fused.tolist() == [9, 3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9]
-    # Row i goes to the slot of token i + 1; the rows run before, and those behind the last mask row, to the
-    # padding.
-    assert rows.cache_loc.tolist() == [0, 127, 128, 129, 130, 131, 0, 102, 103, 104, 0, 0]
-    assert table[1, 5:12].tolist() == [126, 127, 128, 129, 130, 131, 0]
-    assert table[0, :7].tolist() == [101, 102, 103, 104, 0, 0, 0]
-    assert rows.start.tolist() == [5, 0] and first.tolist() == [3, 1]
-
-
-def test_prepared_rows_that_begin_with_what_is_pending():
-    rows, table, fused, first = two_blocks_of_rows(14)
-    assert rows.positions.tolist() == [[6, 7, 8, 9, 10, 11], [1, 2, 3, 4, 5, 6]]
-    assert rows.tokens.tolist() == [[61, 62, 63, 99, 99, 99], [51, 99, 99, 99, 99, 99]]
-    assert fused.tolist() == [3, 4, 5, 9, 9, 9, 1, 9, 9, 9, 9, 9]
-    assert rows.cache_loc.tolist() == [127, 128, 129, 130, 131, 0, 102, 103, 104, 0, 0, 0]
-    assert table[1, 6:13].tolist() == [127, 128, 129, 130, 131, 0, 0]
-    assert rows.start.tolist() == [6, 1] and first.tolist() == [2, 0]
-
-
-def test_prepared_rows_at_the_end_of_the_context():
-    """No row lies behind row 4 + 6; rows that are already in the KV keep theirs."""
-    rows, table, fused, first = two_blocks_of_rows(4)
-    assert rows.positions.tolist() == [[4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6]]
-    assert rows.tokens[0].tolist() == [99, 99, 61, 62, 63, 99]
-    assert rows.cache_loc[:6].tolist() == [0, 0, 127, 128, 129, 130]
-    assert rows.start.tolist() == [4, 1] and first.tolist() == [4, 0]
 
 
 @against_twin

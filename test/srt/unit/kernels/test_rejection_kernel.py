@@ -23,13 +23,7 @@ def assert_same_verdict(arguments, rule: str, lengths: np.ndarray | None = None)
     target_probs = layout.to_rows(target_probs)
     want = REJECTION_RULES[rule](block, target_probs, draft, accept_uniforms, layout)
     got = kernels.accept_drafts_triton(
-        block,
-        target_probs,
-        draft.ids,
-        draft.probs,
-        accept_uniforms.contiguous(),
-        rule,
-        *layout.bounds,
+        block, target_probs, draft.ids, draft.probs, accept_uniforms.contiguous(), rule, *layout.bounds
     )
     assert [tensor.dtype for tensor in got] == [tensor.dtype for tensor in want]
     verdicts = [

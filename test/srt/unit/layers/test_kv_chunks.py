@@ -8,10 +8,12 @@ import random
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.rehearsal import flashinfer_planner as planner
 
+from sglang_dflash.srt.layers.attention.flashinfer_plans import ChunkCheck, PlanCounts
 from sglang_dflash.srt.layers.attention.kv_chunks import choose_chunk, holds, num_chunks, searched_chunk
 
 
@@ -164,3 +166,11 @@ def test_choices(least, most, capacity, fixed):
 def test_no_choice():
     """Two chunks for one length and three for another, and no chunk in between."""
     assert choose_chunk([2], [200], [1], 66) is None
+
+
+def test_the_check_ends_the_server_a_plan_later():
+    check = ChunkCheck(PlanCounts())
+    for first in (130, 128):
+        check.start(torch.tensor([0, first, first + 60], dtype=torch.int32), [135, 60], 128)
+    with pytest.raises(RuntimeError, match=r"planned for \[2, 1\] chunks of 128 keys, .* found \[1, 1\]"):
+        check.start(torch.tensor([0, 130, 190], dtype=torch.int32), [135, 60], 128)

@@ -11,11 +11,9 @@ import sys
 import pytest
 import torch
 from serving import DFLASH2_DRAFT, ROOT
-from support.dflash2_cases import VARIANTS, DFlash2Case, dflash2_config, random_dflash2_weights
-from support.engine import build, read_config
+from support.dflash2_cases import VARIANTS, DFlash2Case
 
 from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
-from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 
 LOGITS_TOLERANCE = 1e-4
 BUNDLED = "bundled"
@@ -47,7 +45,6 @@ def test_block_logits(name, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_best_path(name, tmp_path):
-    """The forward's drafts, slot by slot, of several requests with other contexts."""
     case = make(name, tmp_path)
     tokens, contexts, output = case.run_blocks([17, 3, 11])
     drafted = output.draft_tokens.view(3, -1)
@@ -66,7 +63,6 @@ def test_the_best_path(name, tmp_path):
     "name", ["as published", "capped logits", "all candidates", pytest.param(BUNDLED, marks=needs_bundled)]
 )
 def test_drawn_paths(name, tmp_path):
-    """Each slot's distribution is softmax(scores / temperature) after the drawn token."""
     case = make(name, tmp_path)
     tokens, contexts, output = case.run_blocks([17, 3, 11])
     slots = tokens.shape[1] - 1
@@ -97,32 +93,8 @@ def test_a_narrower_block_is_the_first_part_of_a_causal_one(tmp_path):
     assert torch.equal(narrow, wide[:, :2])
 
 
-@pytest.mark.parametrize(
-    "missing",
-    ["candidate_selector.successor_codebook", "layers.1.mlp_conv.base_kernel", "layers.0.attention_conv"],
-)
-def test_missing_tensors_are_named(missing, tmp_path):
-    config = dflash2_config({})
-    weights = {
-        name: t for name, t in random_dflash2_weights(config, 2).items() if not name.startswith(missing)
-    }
-    with pytest.raises(ValueError, match=missing):
-        build(DFlash2DraftModel, read_config(config, tmp_path), iter(weights.items()))
-
-
-def test_tensors_of_another_shape_are_named(tmp_path):
-    config = dflash2_config({})
-    weights = random_dflash2_weights(config, 2)
-    weights["candidate_selector.predecessor_codebook"] = torch.zeros(60, 6)
-    with pytest.raises(ValueError, match=r"predecessor_codebook is \(60, 6\), expected \(61, 6\)"):
-        build(DFlash2DraftModel, read_config(config, tmp_path), iter(weights.items()))
-
-
 def test_sglangs_own_model_says_the_same(tmp_path):
-    """Hidden states, candidates and both kinds of walk, float32 on both sides.
-
-    SGLang's class runs in a separate process.
-    """
+    """Hidden states, candidates and both kinds of walk, float32 on both sides."""
     names = ["capped logits", *([BUNDLED] if DFLASH2_DRAFT.is_dir() else [])]
     cases, outputs, given = [], [], []
     for name in names:

@@ -113,7 +113,6 @@ def checked():
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["fc", "layers.0.self_attn.k_proj", "layers.0.mlp.up_proj"])
 def test_a_layer_that_loads_wrong_ends_the_start(fault, name, checked, tmp_path):
-    """The model gets weights by wrong scales, as if a loader or kernel had mixed them up."""
     folder = write(tmp_path / "draft", DRAFT, checked.quantized, checked.quantization)
     model = build(DFlashDraftModel, one_layer(folder), iter(checked.quantized.items()))
     check = next(check for check in model.row_checks if check.name == name)
@@ -336,7 +335,6 @@ PLAIN_FP8 = {
 
 @pytest.mark.parametrize("fault", PLAIN_FP8)
 def test_bad_plain_fp8(fault, tmp_path):
-    """FP8 without a library's name, scales `weight_scale_inv` in blocks."""
     changes, words = PLAIN_FP8[fault]
     quantized, quantization, _ = quantize_plain_fp8(SMALL, in_blocks=True)
     folder = write(tmp_path / "draft", DRAFT, quantized, quantization | changes)

@@ -83,23 +83,3 @@ def test_ranks_take_what_rank_0_chose(top_k):
     drawn = DraftBlock(block, one_hot(block[:, 1:]))
     accepted = accept(acceptor, batch, cycle, drawn, logits)
     assert all((decided == 2).all() for decided in (accepted.accept_len, accepted.tokens, accepted.bonus))
-
-
-@pytest.mark.gpu
-def test_a_server_on_two_gpus(tmp_path):
-    if torch.cuda.device_count() < WORLD:
-        pytest.skip("needs two GPUs")
-    from serving import TARGET, dflash_arguments, heldout_prompts, serve
-    from support.parity import differences
-
-    requests = [
-        {"text": prompt["text"], "sampling_params": {"temperature": 0, "max_new_tokens": 32}}
-        for prompt in heldout_prompts()[:16]
-    ]
-    common = ("--model-path", TARGET, "--dtype", "float32", "--attention-backend", "triton", "--tp", "2")
-    with serve(*common) as server:
-        scored = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests]
-        expected = server.generate_many(scored, 8)
-    with serve(*common, *dflash_arguments()) as server:
-        answers = server.generate_many(requests, 8)
-    assert not differences(requests, answers, expected)

@@ -44,10 +44,7 @@ def test_pins(pyproject):
 
 
 def test_nothing_of_the_built_in_dflash_is_imported():
-    """No file of the package imports SGLang's DFlash or DSpark modules.
-
-    One function is exempt: before a server falls back to the built-in, it asks the built-in's parser.
-    """
+    """No file of the package imports SGLang's DFlash or DSpark modules."""
     built_in = ("sglang.srt.speculative.dflash", "sglang.srt.speculative.dspark", "sglang.srt.models.dflash")
     found = {
         f"{path.relative_to(SOURCE)}: {name}"

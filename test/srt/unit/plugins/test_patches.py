@@ -35,7 +35,6 @@ def name_of(entry: Patch) -> str:
 
 @pytest.mark.parametrize("entry", PATCHES, ids=name_of)
 def test_an_entry(entry):
-    """Check the entry's target, its reason and the signature of its hook."""
     patch.check(entry)
     _, target = patch.resolve(entry.target)
     assert len(entry.why.split()) >= 4

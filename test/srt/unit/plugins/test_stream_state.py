@@ -1,15 +1,11 @@
 """What SGLang keeps of a stream between two chunks, at 1 to 16 tokens a chunk."""
 
-import asyncio
-import functools
-import json
 import random
 from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import CHAT_TARGET, TARGET
-from sglang.srt.entrypoints.ollama.serving import OllamaServing
 from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
@@ -125,36 +121,3 @@ def test_other_text_goes_out(tokenizer):
     assert is_sent(whole, interval=len(begun) + 1), "SGLang was not asked whether the answer is due"
     whole.finished_reason = FINISH_LENGTH(length=len(begun))
     assert is_sent(whole)
-
-
-# (text so far, tokens) of a stream whose last chunk holds text
-CHUNKS = ("def", "def 世", "def 世界 x")
-
-
-@pytest.mark.parametrize("is_incremental", [False, True], ids=["whole texts", "pieces"])
-@pytest.mark.parametrize("name", ["_stream_chat_response", "_stream_generate_response"])
-def test_ollama_streams_to_the_end(name, is_incremental, monkeypatch):
-    texts = CHUNKS
-    if is_incremental:
-        texts = [text.removeprefix(before) for before, text in zip(("", *CHUNKS), CHUNKS)]
-
-    async def generate_request(*args):
-        for text in texts:
-            end = {"type": "stop"} if text is texts[-1] else None
-            yield {"text": text, "meta_info": {"finish_reason": end}}
-
-    async def read(stream) -> str:
-        serving = OllamaServing(SimpleNamespace(generate_request=generate_request))
-        events = [json.loads(line) async for line in (await stream(serving, None, None, "m")).body_iterator]
-        assert [event["done"] for event in events] == [False] * (len(events) - 1) + [True]
-        return "".join(
-            event["message"]["content"] if "message" in event else event["response"] for event in events
-        )
-
-    monkeypatch.setattr(
-        streams, "get_serving", lambda: SimpleNamespace(incremental_streaming_output=is_incremental)
-    )
-    sglang_stream = getattr(OllamaServing, name)
-    ours = functools.partial(streams.stream_to_the_end, sglang_stream)
-    assert asyncio.run(read(ours)) == CHUNKS[-1]
-    assert asyncio.run(read(sglang_stream)) != CHUNKS[-1], "SGLang streams to the end: drop our patch"

@@ -91,7 +91,6 @@ def test_invalid_fields_are_named(fields, message):
 
 
 def test_every_parameter_that_sglang_has_is_known():
-    """SGLang's default of every public sampling parameter is accepted."""
     defaults, refused = SamplingParams(), []
     for name in SamplingParams.__struct_fields__:
         try:

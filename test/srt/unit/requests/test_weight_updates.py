@@ -24,15 +24,7 @@ from support.engine import build, read_config
 from support.parity import assert_same
 from support.quantized_drafts import quantize, write
 from support.servers import FLOAT32
-from support.weight_updates import (
-    DRAFTS,
-    Pair,
-    build_draft,
-    build_target,
-    serialized,
-    state,
-    tensors_of,
-)
+from support.weight_updates import DRAFTS, Pair, build_draft, build_target, serialized, state, tensors_of
 
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_tensors import canonical_name

@@ -44,25 +44,7 @@ def configure(model, **changes):
 
 
 def test_every_verified_target_has_a_family_test():
-    """A family test covers each target; test_target_layers.py has Qwen3 and Llama."""
-    assert set(VERIFIED_TARGETS) == {family.architecture for family in FAMILIES.values()} | {
-        "Qwen3ForCausalLM",
-        "LlamaForCausalLM",
-    }
-
-
-@pytest.mark.parametrize("name", VERIFIED_TARGETS)
-def test_sglang_has_the_capture_method_of_a_verified_target(name):
-    from sglang.srt.models.registry import ModelRegistry
-
-    assert hasattr(ModelRegistry.models[name], find_capture_method([name]))
-
-
-@pytest.mark.parametrize("name, method", [("Qwen3ForCausalLM", "dflash"), ("Qwen2ForCausalLM", "eagle3")])
-def test_each_target_uses_its_own_capture_method(name, method):
-    model = type(name, (Model,), {})()
-    configure(model)
-    assert model.captured == {method: [1, 4]}
+    assert set(VERIFIED_TARGETS) == {family.architecture for family in FAMILIES.values()}
 
 
 def test_nothing_of_the_draft_is_captured():

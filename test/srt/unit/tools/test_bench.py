@@ -27,7 +27,6 @@ def test_a_shared_run_of_words_is_found():
 
 @pytest.mark.long
 def test_no_prompt_is_training_data(tmp_path):
-    """Compare with the training prompts that this machine's packages yield."""
     subprocess.run(
         [sys.executable, ROOT / "models" / "training" / "open_prompts.py", tmp_path], check=True, timeout=900
     )

@@ -1,13 +1,9 @@
-"""`make`'s set-up of `.venv`, without a network: pip runs for real, on indexes that lack or cut files."""
+"""`make`'s set-up of `.venv`, without a network: pip runs for real, on indexes that lack files."""
 
 import ast
-import contextlib
-import http.server
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -101,29 +97,6 @@ def test_a_failure_is_one_line_with_what_to_do(message, tmp_path):
     assert MESSAGES[message] in line and "\n" not in line
 
 
-@contextlib.contextmanager
-def index_that_cuts() -> Iterator[str]:
-    """Serve an index whose file ends after a thousandth."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            is_file = self.path.endswith(".whl")
-            body = b"PK" if is_file else b'<a href="uv-0.10.0-py3-none-any.whl">uv</a>'
-            self.send_response(200)
-            self.send_header("Content-Type", "application/zip" if is_file else "text/html")
-            self.send_header("Content-Length", str(2000 if is_file else len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/simple"
-        server.shutdown()
-
-
 def fails_with(words: str, venv: Path, capsys, *flags: str) -> None:
     assert set_up.main([str(venv), "--sglang", "9.9", *flags]) == 1
     said = capsys.readouterr()
@@ -131,15 +104,6 @@ def fails_with(words: str, venv: Path, capsys, *flags: str) -> None:
     [line] = said.err.splitlines()
     assert line.startswith(f"{venv} is not ready: ") and words in line
     assert not (venv / ".ready").exists()
-
-
-def test_a_download_that_is_cut(venv, installed, capsys, monkeypatch):
-    with index_that_cuts() as url:
-        monkeypatch.setenv("PIP_INDEX_URL", url)
-        monkeypatch.setenv("PIP_RETRIES", "0")
-        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
-        fails_with("the download broke off. The same command goes on", venv, capsys)
-    assert not installed
 
 
 def test_no_network(venv, installed, capsys, monkeypatch):

@@ -149,7 +149,6 @@ def names_in(rows: list[str]) -> set[str]:
 
 
 def test_the_page_has_a_verdict_on_each_difference(capsys):
-    """The page compares the newest supported release with the one before."""
     installed, (*_, before, newest) = SourceTree.installed(), compare.supported_versions()
     if installed.version != newest:
         pytest.skip(f"the table is of SGLang {newest}")

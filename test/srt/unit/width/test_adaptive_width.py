@@ -12,14 +12,8 @@ import torch
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
-from sglang_dflash.srt.speculative.cycle.plan import (
-    NO_WORK,
-    CycleInFlight,
-    CyclePlan,
-    CyclesInFlight,
-    Proposals,
-)
+from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
+from sglang_dflash.srt.speculative.cycle.plan import NO_WORK, CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
 from sglang_dflash.srt.speculative.width import policy
@@ -200,19 +194,6 @@ def run(width: AdaptiveLengths, batch, cycles: int, kept, **options) -> list[Cyc
     return plans
 
 
-def test_a_useless_draft_ends_as_plain_decoding():
-    width, batch = adaptive(), batch_of(*(request(row) for row in range(4)))
-    width.begin_prefill(prompts_of(*batch.reqs))
-    plans = run(width, batch, 120, lambda plan: [0] * 4)
-    chosen = [plan.verify_len for plan in plans]
-    assert chosen[0] > 1 and chosen[-40:].count(1) > 30
-    report = width.report()
-    assert report["width"] == chosen[-1] and sum(report["cycles_per_width"].values()) == 120
-    assert sum(report["blocks_per_length"].values()) == 4 * 120
-    assert report["measured_over_expected_time"] > 1
-    json.dumps(report)
-
-
 def test_a_choice_is_held_until_something_longer_matches():
     """Of a held cycle that drafts nothing, nothing is learned; another batch ends the hold."""
     width, batch = adaptive(), batch_of(request(0), request(1))
@@ -232,33 +213,6 @@ def test_a_choice_is_held_until_something_longer_matches():
     assert choose(width, batch).work == NO_WORK
     assert choose(width, batch, matches=9).work != NO_WORK
     assert choose(width, batch_of(request(2))).work != NO_WORK
-
-
-def test_each_request_gets_its_own_length():
-    """The draft knows what the first two say, and nothing of the others."""
-    width, batch = adaptive(row=0.25), batch_of(*(request(row) for row in range(4)))
-    width.begin_prefill(prompts_of(*batch.reqs))
-
-    def kept(plan):
-        return np.where([1, 1, 0, 0], plan.layout.num_draft_tokens, 0)
-
-    plans = run(width, batch, 120, kept)
-    lengths = np.stack([plan.layout.num_draft_tokens for plan in plans[-40:]])
-    assert (lengths[:, :2] == 7).mean() > 0.9 and (lengths[:, 2:] == 0).mean() > 0.85
-    assert all(
-        plan.verify_len == plan.layout.num_draft_tokens.max() + 1 and not plan.copies.any() for plan in plans
-    )
-
-
-def test_no_more_is_verified_than_the_caps_let_through():
-    width, batch = adaptive(), batch_of(request(0), request(1))
-    caps = np.array([0, 2], dtype=np.int32)
-    width.begin_prefill(prompts_of(*batch.reqs))
-    plans = run(width, batch, 40, lambda plan: plan.max_accept.tolist(), caps=caps)
-    assert all((plan.max_accept <= caps).all() for plan in plans)
-    assert all((plan.layout.num_draft_tokens <= caps).all() for plan in plans)
-    assert sum(plan.verify_len >= 3 for plan in plans) > 30
-    assert (width.chooser.drafts.averages[0] > 0.7).all(), "kept up to a cap, which is no rejection"
 
 
 def test_blocks_of_one_length_beside_a_custom_logit_processor():
@@ -525,21 +479,3 @@ def test_a_clock_on_the_host():
     clock.start()
     clock.stop()
     assert len(clock.finished()) == 1 and clock.finished() == []
-
-
-def test_a_fixed_width_is_always_the_same():
-    width, batch = WholeBlocks(8), batch_of(request(0))
-    width.begin_prefill(prompts_of(*batch.reqs))
-    cycle = choose(width, batch, True)
-    width.on_launched(cycle)
-    width.on_accept_lens(cycle, [3], None)
-    assert cycle.verify_len == 8 and width.report() == {}
-
-
-def test_cycles_land_in_the_order_of_their_launch():
-    cycles = CyclesInFlight()
-    for num_requests, width in ((2, 8), (3, 1)):
-        cycles.launch(CycleInFlight(CyclePlan(whole_blocks(num_requests, width))))
-    assert cycles.complete([0, 7]).plan.max_accept.tolist() == [7, 7]
-    with pytest.raises(AssertionError, match="once, in order"):
-        cycles.complete([0, 0])
