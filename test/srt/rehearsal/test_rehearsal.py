@@ -14,6 +14,7 @@ from support.rehearsal.compare import (
     NO_CACHE,
     Expected,
     acceptance,
+    assert_copies_beside_drafts,
     assert_launches,
     greedy_requests,
     requests_across_chunks,
@@ -132,3 +133,8 @@ def test_peagle_on_fa3(expected):
     """Blocks begin with pending rows on the draft's page table, without host lengths."""
     with expected.rehearsed(Scene("fa3"), PEAGLE_DRAFT) as played:
         assert_launches(played, "fa3-peagle")
+
+
+def test_own_lengths_with_copies_on_fa3(reference, tmp_path):
+    """Start-up has compiled every kernel of a cycle that copies."""
+    assert_copies_beside_drafts(Scene("fa3"), reference, tmp_path)

@@ -33,6 +33,7 @@ from support.rehearsal.compare import (
     NO_CACHE,
     Expected,
     acceptance,
+    assert_copies_beside_drafts,
     assert_graphs_of_rows,
     assert_launches,
     assert_target_graphs,
@@ -290,20 +291,9 @@ def test_own_lengths_that_change(scene, draft, reference, tmp_path):
         assert sum(map(sum, acceptance(answers))) > 0
 
 
-@pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS, TRTLLM], ids=backend_of)
+@pytest.mark.parametrize("scene", [BOUNDS, TRTLLM], ids=backend_of)
 def test_own_lengths_with_copies(scene, reference, tmp_path):
-    """Copy and draft in one batch. The host learns a cycle or two late whether there was a match."""
-    requests = greedy_requests(4, 64)
-    arguments = "--speculative-copy-ahead", *verifying(tmp_path, *CHANGING), *PAGES.get(scene.backend, ())
-    with rehearse(scene, DRAFT, *arguments) as played:
-        answers = played.server.generate_many(requests, CONCURRENCY)
-        assert_same(requests, answers, reference.answers(requests))
-        state = assert_target_graphs(played)
-        assert played.waits() == []
-        assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
-        assert state["speculative_width"]["candidates"]
-        accepted = state["speculative_copy_ahead"]["accepted_tokens"]
-        assert accepted["copy"] > 10 and accepted["draft"] > 10, accepted
+    assert_copies_beside_drafts(scene, reference, tmp_path, *PAGES.get(scene.backend, ()))
 
 
 @pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS], ids=backend_of)

@@ -102,7 +102,9 @@ def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
             draws = worker.acceptor.draws_drafts(batch.sampling_info)
             caps = np.full(bs, 0 if is_capped else worker.block_size - 1)
             matches = worker.copies.look_up(batch)
-            worker.run_cycle(batch, plan._replace(caps=caps, draws=draws), matches)
+            # A plan with matches compares them, by kernels that no other cycle here would compile.
+            planned = plan._replace(caps=caps, draws=draws, matches=matches.lengths)
+            worker.run_cycle(batch, planned, matches)
 
 
 def _sampled_requests(bs: int, vocab_size: int, device: Any) -> SamplingBatchInfo:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from serving import dflash_arguments, heldout_prompts
+from serving import DRAFT, dflash_arguments, heldout_prompts
 from support.parity import assert_same
 from support.rehearsal.play import ARGUMENTS, Rehearsal, rehearse
 from support.rehearsal.stage import Scene
@@ -133,6 +133,21 @@ class Expected:
         assert played.notes("prefill replay") != []
         assert max(step["bs"] for step in played.notes("step")) > 1
         return answers
+
+
+def assert_copies_beside_drafts(scene: Scene, reference: Reference, folder: Path, *more: object) -> None:
+    """Copy and draft in one batch. The host learns a cycle or two late whether there was a match."""
+    requests = greedy_requests(4, 64)
+    arguments = "--speculative-copy-ahead", *verifying(folder, *CHANGING), *more
+    with rehearse(scene, DRAFT, *arguments) as played:
+        answers = played.server.generate_many(requests, CONCURRENCY)
+        assert_same(requests, answers, reference.answers(requests))
+        state = assert_target_graphs(played)
+        assert played.waits() == []
+        assert {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
+        assert state["speculative_width"]["candidates"]
+        accepted = state["speculative_copy_ahead"]["accepted_tokens"]
+        assert accepted["copy"] > 10 and accepted["draft"] > 10, accepted
 
 
 def assert_launches(played: Rehearsal, name: str) -> None:
