@@ -32,7 +32,6 @@ def test_the_output_is_the_targets(vocabulary, width, kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["one-hot", "half", "marginals"])
 def test_any_draft_may_be_declared_one_hot(kind, rule):
-
     def declared_one_hot(block, target_probs, draft, *uniforms):
         return rule(block, target_probs, one_hot(block[:, 1:]), *uniforms)
 
@@ -45,22 +44,22 @@ def test_a_request_that_verifies_less_has_a_shorter_block(arguments, rule, seed)
     """Its last verified slot is followed by a token of the target's, whatever was drafted behind it."""
     block, target_probs, draft, accept_uniforms, final_uniforms = arguments
     bs, width = block.shape
-    lengths = np.random.default_rng(seed).integers(0, width, bs)
-    layout = VerifyLayout(bs, width, lengths)
-    ragged = layout.to_rows(target_probs)
-    found = rule(block, ragged, draft, accept_uniforms, final_uniforms, layout=layout)
-    for i, length in enumerate(lengths):
-        one, drafted = slice(i, i + 1), slice(0, length)
-        alone = rule(
-            block[one, : length + 1],
-            target_probs[one, : length + 1],
-            DraftProbs(draft.ids[one, drafted], draft.probs[one, drafted]),
-            accept_uniforms[one, drafted],
-            final_uniforms[one],
-        )
-        accepted = int(alone.accept_len)
-        assert found.accept_len[i] == accepted and found.bonus[i] == alone.bonus
-        assert torch.equal(found.out_tokens[i, : accepted + 1], alone.out_tokens[0, : accepted + 1])
+    for lengths in np.random.default_rng(seed).integers(0, width, (5, bs)):
+        layout = VerifyLayout(bs, width, lengths)
+        ragged = layout.to_rows(target_probs)
+        found = rule(block, ragged, draft, accept_uniforms, final_uniforms, layout=layout)
+        for i, length in enumerate(lengths):
+            one, drafted = slice(i, i + 1), slice(0, length)
+            alone = rule(
+                block[one, : length + 1],
+                target_probs[one, : length + 1],
+                DraftProbs(draft.ids[one, drafted], draft.probs[one, drafted]),
+                accept_uniforms[one, drafted],
+                final_uniforms[one],
+            )
+            accepted = int(alone.accept_len)
+            assert found.accept_len[i] == accepted and found.bonus[i] == alone.bonus
+            assert torch.equal(found.out_tokens[i, : accepted + 1], alone.out_tokens[0, : accepted + 1])
 
 
 @pytest.mark.parametrize("rule", RULES)
