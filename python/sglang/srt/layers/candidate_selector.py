@@ -22,7 +22,18 @@ def walk_torch(
     successor_codebook: torch.Tensor,
     draw: DrawInputs | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`walk_triton` in PyTorch, on any device."""
+    """Walk the candidates in PyTorch, on any device. `walk_triton` is its twin.
+
+    Args:
+        candidates: of every slot.
+        anchors: [bs] int64, the token before each block.
+        predecessor_codebook: [vocab, r], rows by token id.
+        successor_codebook: [vocab, r], rows by token id.
+        draw: parameters of a sampled walk. None: the best token of every slot.
+
+    Returns:
+        Tokens [bs, S] int64 and, if sampled, the distributions [bs, S, K] float32.
+    """
     ids, gate, unary = candidates.ids, candidates.gate.float(), candidates.unary.float()
     keys = successor_codebook[ids].float()
     previous, tokens, probs = anchors, [], []

@@ -65,7 +65,7 @@ class CyclePlan(NamedTuple):
 
     @property
     def copies_each_match(self) -> bool:
-        """Whether nothing was chosen: all verify whole blocks, and each match is copied."""
+        """Return whether nothing was chosen: all verify whole blocks, and each match is copied."""
         return not self.copies.size
 
     @property
