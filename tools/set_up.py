@@ -47,6 +47,11 @@ CAUSES = (
         "no space left on the disk. It takes about {needed} GB, of which {free:.1f} GB are free now",
     ),
     (
+        # Before the connection: a build that downloads for itself has the same words in its output.
+        r"The build backend returned an error|Failed building wheel|Failed to build installable wheels",
+        "a package that the index has as source alone cannot be built. OVERRIDE=NAME==VERSION replaces it",
+    ),
+    (
         r"NewConnectionError|onnection refused|dns error|Name or service|unreachable|timed out|ProxyError"
         r"|tunnel error|client error \(Connect\)",
         "no connection to the package index. Behind a proxy set HTTPS_PROXY; a mirror is PIP_INDEX_URL",

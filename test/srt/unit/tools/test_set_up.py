@@ -84,6 +84,9 @@ MESSAGES = {
     "urllib3.exceptions.IncompleteRead: IncompleteRead(5 bytes read, 95 more expected)": "broke off",
     "hint: The structure of `six` (v1.17.0) was invalid:\n  Failed to read from zip file": "broke off",
     "error: Request failed\n  cause: error decoding response body": "broke off",
+    "error: Failed to build `x==1`\n  cause: The build backend returned an error\n"
+    "socket.gaierror: Name or service not known": "cannot be built",
+    "ERROR: Failed to build installable wheels for some pyproject.toml based projects": "cannot be built",
     "error: No solution found when resolving dependencies": "index lacks something",
     "ERROR: No matching distribution found for cuda-tile==1.7.0": "index lacks something",
     "error: something else": "error: something else",
