@@ -70,7 +70,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--html", type=Path, metavar="FILE", help="write the findings as a page; implies --measure")
     help_tokens = "tokens to decode per prompt (default: 64)"
     add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
-    help_block = "draft so many tokens a block, anchor included, not the trained number; implies --measure"
+    help_block = "draft blocks of N tokens, anchor included, instead of the trained size; implies --measure"
     add("--num-draft-tokens", type=int, metavar="N", help=help_block)
     add("--device", help="for --measure and --serve (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")

@@ -28,7 +28,7 @@ def break_even(loads: Sequence[int], seconds: Sequence[float]) -> float:
 
     Args:
         loads: numbers of requests, ascending.
-        seconds: of a verify of so many whole blocks.
+        seconds: of a verify of one whole block for each request, by load.
     """
     lowered = np.minimum.accumulate(np.asarray(seconds)[::-1])[::-1]
     slope = (lowered[1] - lowered[0]) / (loads[1] - loads[0]) if len(loads) > 1 else 0.0

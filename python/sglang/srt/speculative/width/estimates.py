@@ -265,7 +265,7 @@ class CostTable:
         return seconds[self._padded_rows(num_requests, drafted).clip(max=drafted[-1])]
 
     def _padded_rows(self, num_requests: int, drafted: np.ndarray) -> np.ndarray:
-        """Return how many drafted tokens the forward takes that verifies so many."""
+        """Return the drafted tokens of a forward that is padded to a captured size."""
         if not self._sizes.size:
             return drafted
         sufficient = np.searchsorted(self._sizes, num_requests + drafted).clip(max=len(self._sizes) - 1)

@@ -70,7 +70,7 @@ def choose_lengths(
 
 # Cycles from one trial of unknown costs to the next, for each request beside the first.
 _TRIAL_EVERY = 2
-# A choice without copies is for so many cycles of an unchanged batch. On a CPU choosing takes a millisecond,
+# Cycles that a choice without copies lasts in an unchanged batch. On a CPU choosing takes a millisecond,
 # and a decode step 15 to 50.
 HOLD = 4
 
@@ -178,7 +178,7 @@ class LengthChooser:
         return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
 
     def work(self, choice: Choice, extra_context: int = 0) -> CycleWork:
-        """Return what a cycle of this choice does, with so many further committed tokens."""
+        """Return what a cycle of this choice does, with `extra_context` more committed tokens."""
         lengths, is_drafted = choice.lengths, choice.lengths > 0
         if self._skips_draft:
             is_drafted = is_drafted & ~choice.copies

@@ -25,7 +25,7 @@ from sglang_dflash.srt.speculative.width.estimates import CycleClock
 _REPEATS = 5
 _STEADY = 1.2  # samples of a quiet machine, over the least of them
 _OVERLAPPED_CYCLES = 2  # timed together on a GPU
-# The cost of a committed token is measured with so many tokens in all that it shows.
+# Committed tokens of all requests with which the cost of one is measured: enough that it shows.
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}
 
 
