@@ -28,6 +28,7 @@ GROUPS = {
     "turns": "chat",
     "edit": "edit",
     "chat": "requests",  # of prompts/chats.toml
+    "asked": "asked",  # by the target, of ask_prompts.py
 }
 
 
