@@ -55,7 +55,7 @@ SERVER = (
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking"),
 )
 # A pool that does not hold all requests to their end.
-CROWDED = ("--max-total-tokens", "208")
+CROWDED = ("--max-total-tokens", "176")
 
 
 class Thinking(ThinkingBudgetLogitProcessor):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from serving import TARGET, Server, dflash_arguments
+from support.releases import IS_0_5_22
 from support.servers import FLOAT32
 from tokenizers import Tokenizer
 
@@ -284,9 +285,16 @@ def test_every_endpoint_has_a_row(server):
     assert not without, f"no row for {sorted(without)}"
 
 
+# SGLang 0.5.22 lacks the first, its checksums need a GPU, and its Ollama chat gives 500 with transformers 5.
+NEWER = ("GET /get_hicache_l3_cache_layout", "POST /weights_checker", "POST /api/chat")
+
+
 def test_calls_during_requests(server, tmp_path):
+    calls = [call for call in CALLS if not call.alone]
+    if IS_0_5_22:
+        calls = [call for call in calls if call.operation not in NEWER or call.status != 200]
     with Traffic(server) as traffic:
-        found = problems(server, [call for call in CALLS if not call.alone], tmp_path)
+        found = problems(server, calls, tmp_path)
     assert not found, "\n".join(found)
     assert not traffic.others, traffic.others[:3]
     assert next(traffic.count) > 20 and text_of(server) == traffic.wanted

@@ -6,18 +6,17 @@ Records are resolved by SGLang's own step, as in the launcher, for a pretended G
 import logging
 
 import pytest
-import sglang
+import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET
 from sglang.srt.arg_groups.model_override_base import resolving_view
 from support.drafts import REMOVE, make_draft
 from support.records import changed_draft, quantize_draft, record_of, resolve
+from support.releases import IS_0_5_22
 
 from sglang_dflash.srt.arg_groups.fallback import builtin_refusal
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-
-IS_0_5_22 = sglang.__version__.startswith("0.5.22")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_lora": True}, {"enable_hierarchical_cache": True}])

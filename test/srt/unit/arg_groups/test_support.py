@@ -13,13 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import sglang  # loads our platform plugin before any of SGLang's modules
+import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, SPECULATORS_DRAFT
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.drafts import REMOVE
 from support.records import changed_draft, quantize_draft, record_of, resolve
+from support.releases import IS_0_5_22
 
 from sglang_dflash.srt.arg_groups import support
 from sglang_dflash.srt.arg_groups.implementation import Implementation
@@ -109,7 +110,6 @@ def test_the_parser_judges_no_draft_that_falls_back(name, tmp_path):
     assert config.architectures
 
 
-IS_0_5_22 = sglang.__version__.startswith("0.5.22")
 BUILTIN_LACKS_DP = IS_0_5_22  # its DFLASH refuses DP attention
 NEED_DP = [name for name in FALLBACKS if "DP attention" in name] if BUILTIN_LACKS_DP else []
 NEW_FLAGS = ["--enable-nvidia-megakernel", "--enable-amd-monokernel"] if IS_0_5_22 else []

@@ -148,9 +148,9 @@ def test_the_slots_of_snapshots(whose, positions):
     """A request's next buffer is taken, or the one that was planned; a freed request has none."""
     choose = operators
     if whose == "SGLang":
-        import sglang  # loads our platform plugin before any of SGLang's modules
+        from support.releases import IS_0_5_22  # loads our platform plugin before any of SGLang's modules
 
-        if sglang.__version__ == "0.5.22":
+        if IS_0_5_22:
             pytest.skip("SGLang 0.5.22 pins memory here")
         from sglang.srt.managers import schedule_batch as choose
     requests = [SimpleNamespace(kv=SimpleNamespace(mamba_next_track_idx=one)) for one in (1, None, 0)]

@@ -1,5 +1,6 @@
 """GatedDeltaNet layers that verify another number of rows of each request."""
 
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 import torch
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from support.releases import IS_0_5_22
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
@@ -133,15 +135,14 @@ def test_ragged_rows_equal_each_request_alone(inputs, monkeypatch):
 
 @against_twin
 def test_sglangs_kernels_on_ragged_rows_equals_its_twin(inputs, monkeypatch):
-    from sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent import (
-        fused_sigmoid_gating_delta_rule_update,
-    )
+    room = "fla" if IS_0_5_22 else "linear"
+    fused = importlib.import_module(f"sglang.kernels.ops.attention.{room}.fused_sigmoid_gating_recurrent")
     from sglang.kernels.ops.mamba.causal_conv1d_triton import causal_conv1d_update
 
     monkeypatch.setattr(gdn_backend, "causal_conv1d_update", gated_delta_rule.causal_conv1d_update_cpu)
     wanted = verify(inputs, slice(None), COUNTS, STATES, TWIN)
     monkeypatch.setattr(gdn_backend, "causal_conv1d_update", causal_conv1d_update)
-    kernel = kernel_of(fused_sigmoid_gating_delta_rule_update)
+    kernel = kernel_of(fused.fused_sigmoid_gating_delta_rule_update)
     found = verify(inputs, slice(None), COUNTS, STATES, kernel, device=DEVICE)
     starts = starts_of(COUNTS)
     for i, count in enumerate(COUNTS[:-NUM_PADDING]):

@@ -18,9 +18,10 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from serving import ROOT
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.releases import REACHES_HERE
 from support.servers import run_to_end
 
-from sglang_dflash.srt import environ
+from sglang_dflash.srt import environ, reaches
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches, refusals
@@ -197,6 +198,7 @@ def as_another_sglang(monkeypatch):
                 raise patch.Mismatch(f"SGLang has no {entry.target} to change")
 
         monkeypatch.setattr(patch, "check", check)
+        monkeypatch.setattr(reaches, "REACHES", REACHES_HERE)
         monkeypatch.setattr(compatibility, "installed_version", lambda: version)
         compatibility.why_off.cache_clear()
 

@@ -2,18 +2,19 @@
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from sglang_diff.source_tree import SourceTree
+from support.releases import REACHES_HERE
 
 import sglang_dflash
 from sglang_dflash.srt import reaches
 from sglang_dflash.srt.plugins import compatibility
 from sglang_dflash.srt.plugins.patches import TABLES
-from sglang_dflash.srt.reaches import ON_CPU, PLANS, REACHES, ROWS, find_misfit
+from sglang_dflash.srt.reaches import ON_CPU, PLANS, REACHES, ROWS, Reach, find_misfit
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 # Attributes of Python's and PyTorch's objects, of the libraries beside SGLang, and of NamedTuples.
@@ -127,15 +128,22 @@ def uses() -> frozenset[Use]:
     return frozenset(use for use in found if use[1] != "read" or (use[0], use[2]) not in written)
 
 
-LISTED = {(reach.where, reach.kind, name) for reach in REACHES for name in reach.names}
+@pytest.fixture(autouse=True)
+def ledger_of_this_release(monkeypatch):
+    monkeypatch.setattr(reaches, "REACHES", REACHES_HERE)
+    find_misfit.cache_clear()
+
+
+def listed(ledger: Iterable[Reach]) -> set[Use]:
+    return {(reach.where, reach.kind, name) for reach in ledger for name in reach.names}
 
 
 def test_the_ledger_lists_what_our_source_reaches_for():
-    assert not uses() - LISTED, "add these to srt/reaches.py"
+    assert not uses() - listed(REACHES), "add these to srt/reaches.py"
 
 
 def test_our_source_uses_all_that_is_listed():
-    assert not LISTED - uses(), "remove these from srt/reaches.py"
+    assert not listed(REACHES_HERE) - uses(), "remove these from srt/reaches.py"
 
 
 def test_this_sglang_has_what_we_write_and_override():
@@ -152,7 +160,7 @@ def gone(request, monkeypatch):
     reach, words = request.param
 
     def add(feature: str | None) -> str:
-        monkeypatch.setattr(reaches, "REACHES", (*REACHES, reach._replace(feature=feature)))
+        monkeypatch.setattr(reaches, "REACHES", (*REACHES_HERE, reach._replace(feature=feature)))
         return words
 
     find_misfit.cache_clear()

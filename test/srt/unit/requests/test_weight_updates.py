@@ -23,6 +23,7 @@ from support.draft_cases import BASE, random_weights
 from support.engine import build, read_config
 from support.parity import assert_same
 from support.quantized_drafts import quantize, write
+from support.releases import IS_0_5_22
 from support.servers import FLOAT32
 from support.weight_updates import DRAFTS, Pair, build_draft, build_target, serialized, state, tensors_of
 
@@ -256,7 +257,7 @@ def test_a_broken_checkpoint_on_disk(checkpoint, change, pair, tmp_path, monkeyp
         assert not pair.load(tmp_path / "nothing")[0] and steps == []
         is_done, message = pair.load(broken)
         assert not is_done and "the old weights stay" in message and str(broken) in message
-    assert steps[0] == "restore" and steps[-1] == "postprocess"
+    assert (IS_0_5_22 or steps[0] == "restore") and steps[-1] == "postprocess"
     assert all(str(broken) != runner.model_config.model_path for runner in pair.runners)
     assert pair.load(TARGET)[0] and pair.load(DRAFT)[0]
 
