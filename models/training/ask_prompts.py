@@ -1,7 +1,7 @@
 """Chat requests that the target writes itself, as further prompts for its answers.
 
-Given the chat template up to the user's turn alone, a chat model writes a request as of the conversations in
-its training (Magpie, arXiv 2406.08464). So these prompts need no source but the target.
+Given the chat template up to the user's turn alone, a chat model writes a request like the ones that it was
+trained on (Magpie, arXiv 2406.08464). So these prompts need no source but the target.
 
     python ask_prompts.py TARGET_DIR OUTPUT_DIR [--count 5000]    # asked.jsonl and heldout-asked.jsonl
 
@@ -9,25 +9,17 @@ Lines are as those of `open_prompts.py`. A stopped run goes on, seeded by the nu
 """
 
 import argparse
-import hashlib
-import json
 import os
 from pathlib import Path
 
 from chat_rollouts import system_turn
 from corpus import is_heldout
+from open_prompts import line, user
 from tokenizers import Tokenizer
 
 BATCH = 512
 REQUESTS = 48  # at a time
 SAMPLING = {"temperature": 0.85, "max_new_tokens": 64}  # top-p would sort the vocabulary at each step
-
-
-def line(text: str) -> str:
-    """Return a request as a line of a file of prompts."""
-    messages = [{"role": "user", "content": text}]
-    digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:10]
-    return json.dumps({"id": f"asked-{digest}", "kind": "asked", "messages": messages})
 
 
 def main() -> None:
@@ -57,11 +49,12 @@ def main() -> None:
             answers = engine.generate(input_ids=[begin] * BATCH, sampling_params=sampling)
             for tokens in (answer["output_ids"] for answer in answers):
                 text = tokenizer.decode(tokens).strip()
-                if tokens[-1] != end or not text or line(text) in lines:
+                request = line("asked", user(text))
+                if tokens[-1] != end or not text or request in lines:
                     continue
-                lines.add(line(text))
+                lines.add(request)
                 with (heldout if is_heldout(text) else train).open("a") as file:
-                    file.write(line(text) + "\n")
+                    file.write(request + "\n")
             print(f"{len(lines)} requests", flush=True)
 
 

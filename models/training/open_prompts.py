@@ -229,6 +229,13 @@ def text_prompts(rng: random.Random) -> Iterator[Found]:
             yield "question", f"reference/{word}", user(ask.format(word))
 
 
+def line(kind: str, prompt: Prompt) -> str:
+    """Return a prompt as a line of a file, named by its kind and a hash."""
+    body = {"text": prompt} if isinstance(prompt, str) else {"messages": prompt}
+    digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:10]
+    return json.dumps({"id": f"{kind}-{digest}", "kind": kind, **body})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("output_dir", type=Path)
@@ -250,9 +257,7 @@ def main() -> None:
             rng.shuffle(prompts)
             count = shares.get(kind, shares["chat"]) if part == "train" else HELDOUT_PER_KIND
             for prompt in prompts[:count]:
-                body = {"text": prompt} if isinstance(prompt, str) else {"messages": prompt}
-                digest = hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:10]
-                lines.append(json.dumps({"id": f"{kind}-{digest}", "kind": kind, **body}))
+                lines.append(line(kind, prompt))
             print(f"{part}: {min(len(prompts), count)} of {len(prompts)} {kind}")
         rng.shuffle(lines)
         (args.output_dir / f"{part}.jsonl").write_text("\n".join(lines) + "\n")

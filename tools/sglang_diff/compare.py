@@ -144,11 +144,14 @@ def patches_for(tree: SourceTree) -> list[Patch]:
     return [patch for patch in table if patch.target.startswith(f"{PACKAGE}.")]
 
 
+def reaches_of(version: str) -> list[Reach]:
+    """List the rows of the ledger whose names this SGLang is to have."""
+    return [reach for reach in REACHES if release_numbers(version) >= release_numbers(reach.since)]
+
+
 def reached_names(tree: SourceTree) -> dict[str, Reach]:
     """Map what we reach for in this SGLang and in FlashInfer, as `owner.name`, to its row of the ledger."""
-    numbers = release_numbers(tree.version)
-    reaches = [reach for reach in REACHES if numbers >= release_numbers(reach.since)]
-    return {f"{reach.owner}.{name}": reach for reach in reaches for name in reach.names}
+    return {f"{reach.owner}.{name}": reach for reach in reaches_of(tree.version) for name in reach.names}
 
 
 def body_of(tree: SourceTree, patch: Patch) -> Found | None:
