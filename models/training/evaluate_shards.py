@@ -47,7 +47,8 @@ def drafted_blocks(draft, embedding, tokens, aux, anchors) -> torch.Tensor:
     logits = F.linear(hidden.flatten(0, 1), embedding).unflatten(0, hidden.shape[:2]).float()
     if not isinstance(draft, DFlash2Draft):
         return logits.argmax(-1)
-    unary, ids = logits.topk(draft.config["dflash_config"]["selector_top_k"], dim=-1)
+    options = draft.config["dflash_config"]
+    unary, ids = logits[..., : options.get("selector_vocab_size")].topk(options["selector_top_k"], dim=-1)
     drafted, previous = [], tokens[anchors]
     for slot in range(ids.shape[1]):
         scores = draft.candidate_selector(hidden[:, slot], previous, ids[:, slot], unary[:, slot])

@@ -205,7 +205,7 @@ def dflash2_loss(draft, hidden, head, labels, weights, ids, previous, last):
         head: [V, H], rows of the target's head.
         labels: [R, N, B - 1], places of the target's best tokens in `head`.
         weights: [R, N, B - 1], zero for slots without a label.
-        ids: [V], the tokens that `head` stands for.
+        ids: [V], the tokens that `head` stands for, in order.
         previous: [R, N, B - 1], the token before each slot.
         last: [R, N, B - 1, H], the input of the target's head there.
     """
@@ -213,7 +213,9 @@ def dflash2_loss(draft, hidden, head, labels, weights, ids, previous, last):
         target = F.linear(last.flatten(0, 2), head).float().softmax(-1).view(*labels.shape, -1)
     logits = F.linear(hidden.flatten(0, 2), head).float().view_as(target)
     base = -(target * logits.log_softmax(-1)).sum(-1)
-    found = logits.detach().topk(draft.config["dflash_config"]["selector_top_k"], dim=-1).indices
+    options = draft.config["dflash_config"]
+    is_candidate = ids < options.get("selector_vocab_size", draft.config["vocab_size"])
+    found = logits.detach()[..., : is_candidate.sum()].topk(options["selector_top_k"], dim=-1).indices
     scores = draft.candidate_selector(hidden, previous, ids[found], logits.gather(-1, found))
     wanted, log_probs = target.gather(-1, found), scores.log_softmax(-1)
     uncovered = 1 - torch.minimum(wanted, log_probs.exp()).sum(-1)
@@ -328,6 +330,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--intermediate-size", type=int, default=1536)
     parser.add_argument("--selector-rank", type=int, default=16)
+    parser.add_argument("--candidates", type=int, help="how many first tokens a DFlash2 draft picks from")
     parser.add_argument("--mask-id", type=int, default=16, help="a token that the target never writes")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.003)
@@ -353,6 +356,8 @@ def main() -> None:
         config = chat_draft_config(target_config, args.layers, args.intermediate_size, args.mask_id)
         draft = new_draft(config, target, None)
     config = draft.config
+    if args.candidates is not None:
+        config["dflash_config"]["selector_vocab_size"] = args.candidates
     state_path = args.draft_dir.with_name(args.draft_dir.name + ".state.pt")
     training = Training(draft, args.muon_lr, args.adam_lr, state_path)
     rows = ChatRows(args.shard_dir, embedding, args.greedy_only, seed=training.step + 1000000 * rank)

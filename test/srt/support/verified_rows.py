@@ -21,9 +21,9 @@ def count_head_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     rows, multiply, uniforms = [], vocab_argmax._local_logits, torch.rand(3, 16)
 
-    def counted(hidden, head):
+    def counted(hidden, *arguments):
         rows.append(len(hidden))
-        return multiply(hidden, head)
+        return multiply(hidden, *arguments)
 
     def rand(*shape, device=None):
         bs, slots = shape[0] if len(shape) == 1 else shape

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.layers.fp8_head import Fp8Head
+from sglang_dflash.srt.layers.plain_weight import holds_plain_weight
 
 
 def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
@@ -41,14 +42,13 @@ def largest_logits(
     Both are [n, count], largest first; ids are int64. All ranks get equal results, without padding rows.
     Ranks exchange 8 bytes per row and logit. Only ids below `num_tokens` are looked at, or all if it is None.
     """
-    logits = _local_logits(hidden, lm_head)
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:
-        return logits[:, :num_tokens].topk(count, dim=-1)
+        return _local_logits(hidden, lm_head, num_tokens).topk(count, dim=-1)
     held = shard.num_org_elements
     if num_tokens is not None:
         held = min(held, max(num_tokens - shard.org_vocab_start_index, 0))
-    largest, index = logits[:, :held].topk(min(count, held), dim=-1)
+    largest, index = _local_logits(hidden, lm_head, held).topk(min(count, held), dim=-1)
     index = index + shard.org_vocab_start_index
     group = get_parallel().tp_group
     if group.world_size == 1:
@@ -73,11 +73,19 @@ def full_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
     return logits[:, : lm_head.org_vocab_size]
 
 
-def _local_logits(hidden: torch.Tensor, lm_head) -> torch.Tensor:
-    """Return logits over this rank's rows of the head, padding included."""
+def _local_logits(hidden: torch.Tensor, lm_head, rows: int | None = None) -> torch.Tensor:
+    """Return logits over this rank's rows of the head, padding included.
+
+    With `rows`: over the first of them. A plain weight of which at most half is wanted is read no further.
+    Other heads multiply whole.
+    """
     if isinstance(lm_head, Fp8Head):
-        return lm_head(hidden)
+        return lm_head(hidden)[:, :rows]
     quant_method = getattr(lm_head, "quant_method", None)
-    if quant_method is None:
-        return F.linear(hidden, lm_head.weight)
-    return quant_method.apply(lm_head, hidden)
+    if quant_method is None or (rows is not None and _is_worth_a_cut(lm_head, rows)):
+        return F.linear(hidden, lm_head.weight[:rows])
+    return quant_method.apply(lm_head, hidden)[:, :rows]
+
+
+def _is_worth_a_cut(lm_head, rows: int) -> bool:
+    return holds_plain_weight(lm_head) and 2 * rows <= lm_head.weight.shape[0]

@@ -10,13 +10,15 @@ from sglang.srt.layers.linear import QKVParallelLinear, ReplicatedLinear
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.runtime_context import get_observability
+from support.draft_cases import lm_head
 from support.engine import start
 from support.weight_updates import Pair, tensors_of
 from torch import nn
 
 from sglang_dflash.srt.hardware_backend.cpu import dense_forward, reordering, speedups
-from sglang_dflash.srt.hardware_backend.cpu.reordering import reorder
+from sglang_dflash.srt.hardware_backend.cpu.reordering import ReorderedHeadMethod, reorder
 from sglang_dflash.srt.layers.plain_weight import is_reordered, plain_weight
+from sglang_dflash.srt.layers.vocab_argmax import largest_logits
 
 pytestmark = pytest.mark.skipif(
     not speedups.multiplies_bfloat16(), reason="this CPU does not multiply bfloat16"
@@ -131,6 +133,22 @@ def test_a_tied_head_keeps_its_rows(pair):
         pair.draft.logits(hidden),
     ):
         torch.testing.assert_close(logits.double(), exact, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("keeps_plain", [False, True])
+def test_the_first_tokens_of_a_reordered_head(keeps_plain):
+    """The plain values serve a short product. Where they are gone the whole head multiplies."""
+    generator = torch.Generator().manual_seed(3)
+    weight, hidden = (torch.randn(n, 48, generator=generator).bfloat16() for n in (128, 8))
+    head = lm_head(weight)
+    head.weight.data = head.weight.data.bfloat16()
+    head.quant_method = ReorderedHeadMethod(keeps_plain)
+    head.quant_method.process_weights_after_loading(head)
+    exact = (hidden.double() @ weight.double().T)[:, :40]
+    logits, ids = largest_logits(hidden, head, 3, 40)
+    # Logits that round to one bfloat16 may change places.
+    for found in (logits.double(), exact.gather(1, ids)):
+        torch.testing.assert_close(found, exact.topk(3, dim=-1).values, rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.parametrize("way", ["tensors", "bucket", "distributed", "no session"])

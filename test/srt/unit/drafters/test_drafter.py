@@ -14,7 +14,8 @@ from support.decisions import accepted_blocks
 from support.dflash2_cases import DFlash2Case
 from support.draft_cases import Case, FakePlan, draft_cycle, lm_head
 
-from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
+from sglang_dflash.srt.layers.fp8_head import Fp8Head
+from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens, largest_logits
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.blocks import draft_subset
 from sglang_dflash.srt.speculative.drafters.dflash import DFlashDrafter
@@ -47,19 +48,48 @@ class QuantizedMethod:
         return hidden @ (layer.weight.float() * layer.scale)
 
 
-def test_a_quantized_head():
+def quantized_head(generator: torch.Generator) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return a head that `QuantizedMethod` reads, and its weight [61, 16] as it should be read."""
     head = lm_head(torch.zeros(61, 16))
-    generator = torch.Generator().manual_seed(4)
     rows, scale = torch.randint(-127, 128, (61, 16), generator=generator), torch.rand(61, generator=generator)
     padding = head.weight.shape[0] - 61
     head.weight = torch.nn.Parameter(
         torch.nn.functional.pad(rows.T, (0, padding)).to(torch.int8), requires_grad=False
     )
     head.scale, head.quant_method = torch.nn.functional.pad(scale, (0, padding)), QuantizedMethod()
+    return head, rows * scale[:, None]
+
+
+def test_a_quantized_head():
+    generator = torch.Generator().manual_seed(4)
+    head, weight = quantized_head(generator)
     hidden = torch.randn(9, 16, generator=generator)
-    expected = hidden @ (rows * scale[:, None]).T
+    expected = hidden @ weight.T
     assert torch.equal(greedy_tokens(hidden, head), expected.argmax(dim=-1))
     torch.testing.assert_close(full_logits(hidden, head), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [None, 5, 20, 60])
+@pytest.mark.parametrize("kind", ["plain", "embedding", "quantized", "fp8"])
+def test_the_largest_logits_are_of_the_first_tokens(kind, num_tokens):
+    """Of any head: one that can be cut is read no further, others multiply whole."""
+    generator = torch.Generator().manual_seed(6)
+    weight, head = torch.randn(61, 16, generator=generator), torch.nn.Embedding(61, 16)
+    head.weight.data = weight
+    if kind == "quantized":
+        head, weight = quantized_head(generator)
+    elif kind != "embedding":
+        head = lm_head(weight)
+    hidden = torch.randn(9, 16, generator=generator)
+    expected = hidden @ weight.T
+    if kind == "fp8":
+        head = Fp8Head(head)
+        expected = head(hidden)[:, :61]
+    expected = expected[:, :num_tokens].topk(3, dim=-1)
+    with torch.no_grad():
+        logits, ids = largest_logits(hidden, head, 3, num_tokens)
+    torch.testing.assert_close(logits, expected.values)
+    assert torch.equal(ids, expected.indices)
 
 
 @pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])

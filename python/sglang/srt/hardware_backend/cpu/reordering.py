@@ -39,15 +39,15 @@ class ReorderedWeight:
     """
 
     def __init__(self, keeps_plain: bool):
-        self._keeps_plain = keeps_plain
+        self.keeps_plain = keeps_plain
         self.reordered: torch.Tensor | None = None  # None: the order is plain
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        if self.reordered is not None and not self._keeps_plain:
+        if self.reordered is not None and not self.keeps_plain:
             return
         plain = layer.weight.data
         self.reordered = torch.ops.mkldnn._reorder_linear_weight(plain, _ROWS)
-        if not self._keeps_plain:
+        if not self.keeps_plain:
             layer.weight.data = plain.new_full((1, 1), torch.nan).expand(plain.shape)
 
     def restore_weights_before_loading(self, layer: Any) -> None:
@@ -56,7 +56,7 @@ class ReorderedWeight:
         self.reordered = None
 
     def plain(self, layer: Any) -> torch.Tensor:
-        return layer.weight.data if self.reordered is None or self._keeps_plain else self.reordered.to_dense()
+        return layer.weight.data if self.reordered is None or self.keeps_plain else self.reordered.to_dense()
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self.reordered is None:
