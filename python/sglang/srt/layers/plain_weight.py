@@ -5,20 +5,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from torch import nn
 
 
 def is_reordered(layer: Any) -> bool:
     """Return whether a layer multiplies with a reordered weight."""
     return getattr(getattr(layer, "quant_method", None), "reordered", None) is not None
-
-
-def holds_plain_weight(head: Any) -> bool:
-    """Return whether a head's parameter has plain values, beside a reordered weight or alone."""
-    if is_reordered(head):
-        return head.quant_method.keeps_plain
-    return isinstance(head.quant_method, UnquantizedEmbeddingMethod)
 
 
 def plain_weight(layer: Any) -> torch.Tensor:

@@ -7,10 +7,11 @@ only that can read its weight. `Fp8Head` is a copy of one of these.
 
 import torch
 import torch.nn.functional as F
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.layers.fp8_head import Fp8Head
-from sglang_dflash.srt.layers.plain_weight import holds_plain_weight
+from sglang_dflash.srt.layers.plain_weight import is_reordered
 
 
 def greedy_tokens(hidden: torch.Tensor, lm_head) -> torch.Tensor:
@@ -88,4 +89,7 @@ def _local_logits(hidden: torch.Tensor, lm_head, rows: int | None = None) -> tor
 
 
 def _is_worth_a_cut(lm_head, rows: int) -> bool:
-    return holds_plain_weight(lm_head) and 2 * rows <= lm_head.weight.shape[0]
+    """Return whether half of a head's rows suffice, and its parameter has plain values."""
+    method = lm_head.quant_method
+    is_plain = method.keeps_plain if is_reordered(lm_head) else isinstance(method, UnquantizedEmbeddingMethod)
+    return is_plain and 2 * rows <= lm_head.weight.shape[0]
