@@ -64,10 +64,17 @@ def chat_draft_config(target: dict, layers: int, intermediate_size: int, mask_id
 
 
 class ChatRows:
-    """Rows of all shards in a folder, with tokens, states and the target's best tokens."""
+    """Rows of all shards in a folder, with tokens, states and the target's best tokens.
 
-    def __init__(self, directory: Path, embedding: torch.Tensor, greedy_only: bool, seed: int):
+    `share` of the shards are read last: processes that begin at different ones share the work of finding best
+    tokens.
+    """
+
+    def __init__(
+        self, directory: Path, embedding: torch.Tensor, greedy_only: bool, seed: int, share: float = 0.0
+    ):
         self.directory, self.embedding, self.greedy_only = directory, embedding, greedy_only
+        self.share = share
         self.shards: dict[str, dict] = {}
         self.rows: list[tuple[dict, int, int]] = []  # shard, begin, end
         self.counts = torch.ones(len(embedding))
@@ -78,8 +85,10 @@ class ChatRows:
 
     def refresh(self) -> None:
         """Read the shards that are new since the last call."""
-        for path in sorted(self.directory.glob("*.pt")):
-            if path.name in self.shards or path.name.endswith(".argmax.pt"):
+        paths = [path for path in sorted(self.directory.glob("*.pt")) if not path.name.endswith(".argmax.pt")]
+        first = round(self.share * len(paths))
+        for path in paths[first:] + paths[:first]:
+            if path.name in self.shards:
                 continue
             shard = torch.load(path, mmap=True)
             shard["argmax"] = self._argmax(path, shard["states"])
@@ -214,7 +223,7 @@ def dflash2_loss(draft, hidden, head, labels, weights, ids, previous, last):
     logits = F.linear(hidden.flatten(0, 2), head).float().view_as(target)
     base = -(target * logits.log_softmax(-1)).sum(-1)
     options = draft.config["dflash_config"]
-    is_candidate = ids < options.get("selector_vocab_size", draft.config["vocab_size"])
+    is_candidate = ids < (options.get("selector_vocab_size") or draft.config["vocab_size"])
     found = logits.detach()[..., : is_candidate.sum()].topk(options["selector_top_k"], dim=-1).indices
     scores = draft.candidate_selector(hidden, previous, ids[found], logits.gather(-1, found))
     wanted, log_probs = target.gather(-1, found), scores.log_softmax(-1)
@@ -360,7 +369,8 @@ def main() -> None:
         config["dflash_config"]["selector_vocab_size"] = args.candidates
     state_path = args.draft_dir.with_name(args.draft_dir.name + ".state.pt")
     training = Training(draft, args.muon_lr, args.adam_lr, state_path)
-    rows = ChatRows(args.shard_dir, embedding, args.greedy_only, seed=training.step + 1000000 * rank)
+    seed = training.step + 1000000 * rank
+    rows = ChatRows(args.shard_dir, embedding, args.greedy_only, seed=seed, share=rank / processes)
     print(f"{len(rows.rows)} rows, {rows.written} written tokens, from step {training.step}", flush=True)
     slot_weights = torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
     aux_width = len(config["dflash_config"]["target_layer_ids"]) * config["hidden_size"]
