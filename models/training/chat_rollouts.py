@@ -201,6 +201,11 @@ def user_turn(content: str) -> str:
     return f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def shard_paths(directory: Path) -> list[Path]:
+    """List the shards of a folder, without the trainer's files of best tokens."""
+    return sorted(path for path in directory.glob("*.pt") if not path.name.endswith(".argmax.pt"))
+
+
 class Shards:
     """Finished rows, written in files of about `size` written tokens."""
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from chat_rollouts import BatchedLlama, Row, Shards
+from chat_rollouts import BatchedLlama, Row, Shards, shard_paths
 
 
 def save_rows(file: Path | BinaryIO, rows: list[Row]) -> None:
@@ -60,8 +60,7 @@ def packed_rows(file: Path) -> list[Row]:
 
 def pack(directory: Path, file: Path) -> None:
     """Write the rows of all shards, and of all packed pieces, of a folder to one file."""
-    shards = sorted(path for path in directory.glob("*.pt") if not path.name.endswith(".argmax.pt"))
-    rows = [row for path in shards for row in shard_rows(path)]
+    rows = [row for path in shard_paths(directory) for row in shard_rows(path)]
     rows += [row for path in sorted(directory.glob("*.npz")) for row in packed_rows(path)]
     save_rows(file, rows)
     print(f"{len(rows)} rows, {sum(len(row.tokens) for row in rows)} tokens")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from chat_rollouts import spread_layers
+from chat_rollouts import shard_paths, spread_layers
 from dflash2_model import DFlash2Draft, dflash2_config
 from draft_model import DFlashDraft, initialize
 from safetensors.torch import load_file
@@ -85,7 +85,7 @@ class ChatRows:
 
     def refresh(self) -> None:
         """Read the shards that are new since the last call."""
-        paths = [path for path in sorted(self.directory.glob("*.pt")) if not path.name.endswith(".argmax.pt")]
+        paths = shard_paths(self.directory)
         first = round(self.share * len(paths))
         for path in paths[first:] + paths[:first]:
             if path.name in self.shards:
