@@ -19,10 +19,13 @@ Writes a page, the raw figures and a plot to benchmark/results/.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
+import random
 import shlex
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -100,6 +103,7 @@ class Load:
     drafted tokens. `phase_ms` are milliseconds per cycle by phase; "rest" is everything outside our worker
     (scheduler, detokenizer, HTTP). `stopped` counts the answers that the target ended itself, and
     `accepted_stopped` their blocks: an answer that is cut at its limit often loops, which is easy to draft.
+    `seconds_a_request` is the mean time from when a request was due to its answer, None if all were at once.
     """
 
     server: str
@@ -115,6 +119,7 @@ class Load:
     round: int = 0
     stopped: int = 0
     accepted_stopped: list[int] = field(default_factory=list)
+    seconds_a_request: float | None = None
 
     @classmethod
     def from_answers(
@@ -123,6 +128,7 @@ class Load:
         """Build from the answers to a request set and its wall time."""
         infos = [answer["meta_info"] for answer in answers]
         stopped = [info for info in infos if info["finish_reason"]["type"] == "stop"]
+        waits = [answer["seconds"] for answer in answers if "seconds" in answer]
         return cls(
             server=server,
             concurrency=concurrency,
@@ -132,6 +138,7 @@ class Load:
             accepted=sum_histograms(infos),
             stopped=len(stopped),
             accepted_stopped=sum_histograms(stopped),
+            seconds_a_request=statistics.mean(waits) if waits else None,
             **where,
         )
 
@@ -275,7 +282,8 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
         variants = [*plan(args, target, drafts, sets, scratch), *others]
         servers = [(variant, stack.enter_context(variant.serve())) for variant in variants]
         for variant, server in servers:
-            bodies = [maker.body(prompt, sets[0].sampling(0)) for prompt in sets[0].slice(0, 4)]
+            prompts = sets[0].slice(0, 4)
+            bodies = [maker.body(prompt, sets[0].sampling(prompt, 0)) for prompt in prompts]
             measure(server, bodies, 4, variant.name)  # warm up
         for chosen in sets:
             of_set = [(variant, server) for variant, server in servers if chosen.name not in variant.skips]
@@ -285,19 +293,43 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
                 for number in range(args.rounds):
                     where = {"prompts": chosen.name, "temperature": temperature, "round": number}
                     prompts = chosen.slice(number, count)
-                    bodies = [maker.body(prompt, chosen.sampling(temperature)) for prompt in prompts]
+                    bodies = [maker.body(prompt, chosen.sampling(prompt, temperature)) for prompt in prompts]
+                    due = arrivals(args.arrivals, count, seed=number)
                     for variant, server in measured:
                         load = measure_with_phases(
-                            server, bodies, concurrency, variant.name, variant.phase_file, **where
+                            server, bodies, concurrency, variant.name, variant.phase_file, due, **where
                         )
                         loads.append(load)
                         print(report.line(load, loads), flush=True)
                 heading["minutes"] = round((time.perf_counter() - started) / 60, 1)
                 _write(heading, loads, file_name)
-    tables = (report.table, report.step_table, report.acceptance_table, report.ratio_table)
+    tables = (
+        report.table,
+        report.latency_table,
+        report.step_table,
+        report.acceptance_table,
+        report.ratio_table,
+    )
     print("", *(table(loads) for table in tables), sep="\n", end="")
     print(f"{heading['minutes']} minutes; written: benchmark/results/{file_name}.md, .json, .png")
     return 0
+
+
+def arrivals(rate: float | None, count: int, seed: int) -> list[float]:
+    """Draw the times at which requests are due, as a Poisson process.
+
+    Args:
+        rate: Requests a second. None: all are due at once, for which no times are returned.
+        count: Requests.
+        seed: The same for every server, so that all have the same load.
+
+    Returns:
+        Seconds from the first request on, ascending.
+    """
+    if rate is None:
+        return []
+    draw = random.Random(seed)
+    return [0.0, *itertools.accumulate(draw.expovariate(rate) for _ in range(count - 1))]
 
 
 def run_check(args: argparse.Namespace, target: str, drafts: list[str], file_name: str) -> int:
@@ -322,6 +354,7 @@ def _heading(args, target: str, drafts: Sequence[str], sets: Sequence[PromptSet]
         "threads": args.threads or "default",
         "dtype": args.dtype,
         "rounds": args.rounds,
+        "arrivals": args.arrivals,
         "max_new_tokens": {chosen.name: chosen.max_new_tokens for chosen in sets},
         "ignore_eos": [chosen.name for chosen in sets if chosen.ignore_eos],
         "remark": REMARKS.get(Path(target).name, ""),
@@ -339,10 +372,16 @@ def _write(heading: dict, loads: list[Load], file_name: str) -> None:
 
 
 def measure_with_phases(
-    server: Server, bodies: list[dict], concurrency: int, name: str, phase_file: Path | None, **where
+    server: Server,
+    bodies: list[dict],
+    concurrency: int,
+    name: str,
+    phase_file: Path | None,
+    due: Sequence[float],
+    **where,
 ) -> Load:
     before = _read_phases(phase_file)
-    load = measure(server, bodies, concurrency, name, **where)
+    load = measure(server, bodies, concurrency, name, due, **where)
     after = _read_phases(phase_file)
     if after["cycles"] > before["cycles"]:
         load.cycles = after["cycles"] - before["cycles"]
@@ -352,11 +391,18 @@ def measure_with_phases(
     return load
 
 
-def measure(server: Server, bodies: Sequence[dict], concurrency: int, name: str, **where) -> Load:
-    """Send the requests, `concurrency` at a time, and time them as a whole."""
+def measure(
+    server: Server,
+    bodies: Sequence[dict],
+    concurrency: int,
+    name: str,
+    due: Sequence[float] = (),
+    **where,
+) -> Load:
+    """Send the requests when they are due, at most `concurrency` at a time, and time them as a whole."""
     server.flush_cache()
     start = time.perf_counter()
-    answers = server.generate_many(bodies, concurrency)
+    answers = server.generate_many(bodies, concurrency, due)
     seconds = time.perf_counter() - start
     return Load.from_answers(name, concurrency, answers, seconds, **where)
 
@@ -399,7 +445,19 @@ def _parse_arguments() -> argparse.Namespace:
         default=4,
         help=f"requests of a run, per request in flight; at least {LEAST_REQUESTS} in all",
     )
-    parser.add_argument("--max-new-tokens", type=int, help="default: 256, 128 for held-out text")
+    parser.add_argument(
+        "--arrivals",
+        type=float,
+        metavar="RATE",
+        help="requests a second, due as a Poisson process, with at most --concurrency in flight; default: "
+        "each answer is followed by the next request",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help="the largest limit of an answer, which each prompt has between a quarter of it and all; "
+        "default: 256, 128 for held-out text",
+    )
     parser.add_argument("--threads", type=int, help="PyTorch threads of each server; default: PyTorch's own")
     parser.add_argument("--server-args", default="", help="more flags, for every server")
     parser.add_argument(
@@ -425,6 +483,8 @@ def _parse_arguments() -> argparse.Namespace:
         parser.error(
             "--check compares servers with the one without speculation: --servers needs none and others"
         )
+    if args.arrivals is not None and args.arrivals <= 0:
+        parser.error(f"--arrivals {args.arrivals}: requests a second, above 0")
     args.raw = sys.argv[1:]
     return args
 

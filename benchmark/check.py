@@ -28,7 +28,8 @@ def run(plain, others: Sequence, sets: Sequence[PromptSet], maker: RequestMaker,
         concurrency: Requests in flight.
     """
     bodies = {
-        chosen.name: [maker.body(prompt, chosen.sampling(0)) for prompt in chosen.prompts] for chosen in sets
+        chosen.name: [maker.body(prompt, chosen.sampling(prompt, 0)) for prompt in chosen.prompts]
+        for chosen in sets
     }
     with plain.serve() as server:
         expected = {

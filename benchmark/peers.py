@@ -9,7 +9,6 @@
 They get the token ids that SGLang gets, decode greedily, and keep no prefix of an earlier round.
 """
 
-import concurrent.futures
 import contextlib
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any
 
 import transformers
 from prompt_sets import RequestMaker
-from serving import Server, serve
+from serving import Server, answer_many, serve
 
 LOOKUP_TOKENS = 10  # that transformers copies at most from the text so far
 SLOTS = 16  # of llama-server: requests that it runs at once
@@ -105,10 +104,11 @@ class Completions:
     def flush_cache(self) -> None:
         """Do nothing: each request asks for no cached prefix."""
 
-    def generate_many(self, bodies: Sequence[dict], concurrency: int) -> list[dict]:
-        """Answer all requests, `concurrency` at a time, in their order."""
-        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(self._generate, bodies))
+    def generate_many(
+        self, bodies: Sequence[dict], concurrency: int, due: Sequence[float] = ()
+    ) -> list[dict]:
+        """Answer all requests as `answer_many` does."""
+        return answer_many(self._generate, bodies, concurrency, due)
 
     def _generate(self, body: dict) -> dict:
         sampling = body["sampling_params"]
@@ -145,9 +145,11 @@ class PromptLookup:
     def flush_cache(self) -> None:
         """Do nothing: a call keeps no prefix."""
 
-    def generate_many(self, bodies: Sequence[dict], concurrency: int) -> list[dict]:
+    def generate_many(
+        self, bodies: Sequence[dict], concurrency: int, due: Sequence[float] = ()
+    ) -> list[dict]:
         """Answer all requests one after the other, whatever the concurrency is."""
-        return [self._generate(body) for body in bodies]
+        return answer_many(self._generate, bodies, 1, due)
 
     def _generate(self, body: dict) -> dict:
         import torch

@@ -57,7 +57,7 @@ class PromptSet:
     Attributes:
         name: As on the command line.
         prompts: In a fixed random order, so that each slice is like the whole.
-        max_new_tokens: Length at which an answer is cut.
+        max_new_tokens: The largest length at which an answer is cut.
         ignore_eos: Answer in full length, past the target's stop tokens.
     """
 
@@ -71,9 +71,16 @@ class PromptSet:
         first = number * count
         return [self.prompts[i % len(self.prompts)] for i in range(first, first + count)]
 
-    def sampling(self, temperature: float) -> dict:
-        """Return the sampling parameters of a request."""
-        params = {"temperature": temperature, "max_new_tokens": self.max_new_tokens}
+    def sampling(self, prompt: dict, temperature: float) -> dict:
+        """Return the sampling parameters of a prompt's request.
+
+        An answer is cut at a length between a quarter of `max_new_tokens` and all of them. The prompt alone
+        decides the length, so it is the same for every server and in every round. With one limit for all
+        answers, requests that begin together would end together, as they do under no load that people have.
+        """
+        draw = random.Random(json.dumps(prompt, sort_keys=True))
+        limit = draw.randint(-(-self.max_new_tokens // 4), self.max_new_tokens)
+        params = {"temperature": temperature, "max_new_tokens": limit}
         return {**params, "ignore_eos": True} if self.ignore_eos else params
 
 

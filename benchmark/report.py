@@ -129,6 +129,22 @@ def ratio_table(loads) -> str:
     return "\n".join(rows) + "\n"
 
 
+def latency_table(loads) -> str:
+    """Format the mean seconds from when a request was due to its answer; empty if all were due at once."""
+    loads = [load for load in loads if load.seconds_a_request is not None]
+    if not loads:
+        return ""
+    servers = names(loads)
+    rows = ["| prompts | T | requests | " + " | ".join(servers) + " |"]
+    rows.append("|---|" + "---:|" * (2 + len(servers)))
+    for where in cells(loads):
+        seconds = [[x.seconds_a_request for x in in_cell(loads, where, server)] for server in servers]
+        values = [f"{statistics.median(found):.2f}" if found else "–" for found in seconds]
+        prompts, temperature, concurrency = where
+        rows.append(f"| {prompts} | {temperature:g} | {concurrency} | " + " | ".join(values) + " |")
+    return "\n".join(rows) + "\n"
+
+
 def merged(loads) -> Iterator[tuple[str, float, str, Acceptance, list]]:
     """Yield (prompts, T, server, outcomes of all its blocks, its runs) for each speculative server.
 
@@ -231,6 +247,9 @@ def markdown(heading: dict, loads, stem: str) -> str:
     ignored = f" Stop tokens are ignored in: {', '.join(heading['ignore_eos'])}." * bool(
         heading["ignore_eos"]
     )
+    rate = heading.get("arrivals")  # pages of before 2026-11-28 lack it
+    arriving = f" Requests are due as a Poisson process, {rate:g} a second." if rate else ""
+    waiting = ["## Seconds from when a request is due to its answer", latency_table(loads)] if rate else []
     parts = [
         f"# {heading['command']}: {heading['target']}",
         f"{heading['date']}; {heading['machine']}; PyTorch threads per server: {heading['threads']}; "
@@ -242,9 +261,10 @@ def markdown(heading: dict, loads, stem: str) -> str:
         "## Tokens per second",
         f"All servers are up and are measured in turn, in {heading['rounds']} rounds a cell. In brackets: "
         "relative to our layers without a draft (if not measured: SGLang's) in the same round, median and "
-        f"half the range. An answer ends at the target's stop token or at a limit of new tokens: {limits}."
-        f"{ignored}",
+        "half the range. An answer ends at the target's stop token or at its prompt's limit of new tokens, "
+        f"between a quarter and all of: {limits}.{ignored}{arriving}",
         table(loads),
+        *waiting,
         f"![tokens per second and acceptance]({stem}.png)",
         "## Gain over no draft and over the fastest peer",
         "No draft is as above. Peers are SGLang without our layers, its own DFLASH, and other engines. "

@@ -61,6 +61,31 @@ def describe_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"{cpu}, {os.cpu_count()} CPU cores"
 
 
+def answer_many(
+    answer: Callable[[dict], Any], requests: Sequence[dict], concurrency: int, due: Sequence[float] = ()
+) -> list[Any]:
+    """Answer all requests, at most `concurrency` at a time.
+
+    Args:
+        answer: Sends one request and returns its answer.
+        requests: In the order in which they begin.
+        concurrency: The most requests in flight.
+        due: Seconds from now before which each request does not begin, ascending. Empty: all are due at once.
+            The answer of a request that was due, a dictionary, then has "seconds" since it was.
+
+    Returns:
+        The answers, in the order of their requests.
+    """
+    start = time.perf_counter()
+
+    def answer_when_due(request: dict, at: float) -> Any:
+        time.sleep(max(0.0, start + at - time.perf_counter()))
+        return {**answer(request), "seconds": time.perf_counter() - start - at}
+
+    with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(answer_when_due, requests, due) if due else pool.map(answer, requests))
+
+
 class ServerDied(RuntimeError):
     """The process ended before it was ready; the message ends with its output."""
 
@@ -80,10 +105,11 @@ class Server:
         """POST /generate; returns the decoded answer, or raises urllib.error.HTTPError."""
         return self.post("/generate", request)
 
-    def generate_many(self, requests: Sequence[dict], concurrency: int) -> list[Any]:
-        """POST all requests, `concurrency` at a time; return the answers in their order."""
-        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(lambda request: self.generate(**request), requests))
+    def generate_many(
+        self, requests: Sequence[dict], concurrency: int, due: Sequence[float] = ()
+    ) -> list[Any]:
+        """POST all requests as `answer_many` does; return the answers in their order."""
+        return answer_many(lambda request: self.generate(**request), requests, concurrency, due)
 
     def post(self, path: str, body: dict, timeout: float = 600) -> Any:
         request = urllib.request.Request(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 
 import bench
 import check
@@ -15,7 +16,7 @@ from acceptance import Acceptance, shortfall
 from bench import Load
 from prompt_sets import CHAT_SETS
 from safetensors.torch import load_file
-from serving import DRAFT, ROOT
+from serving import DRAFT, ROOT, answer_many
 
 
 def test_a_shared_run_of_words_is_found():
@@ -47,9 +48,10 @@ class FakeServer:
     def flush_cache(self) -> None:
         pass
 
-    def generate_many(self, bodies, concurrency) -> list[dict]:
-        self.sent.append((self.name, list(bodies), concurrency))
-        return [self.answer(body) for body in bodies]
+    def generate_many(self, bodies, concurrency, due=()) -> list[dict]:
+        self.sent.append((self.name, list(bodies), concurrency, list(due)))
+        answers = [self.answer(body) for body in bodies]
+        return [{**answer, "seconds": 1.5} for answer in answers] if due else answers
 
     def answer(self, body: dict) -> dict:
         ids = [7, 8, 1] if self.name == "whole" and body["text"] == self.wrong else [7, 8, 9]
@@ -97,6 +99,34 @@ def test_servers_take_turns_with_the_same_prompts(monkeypatch, tmp_path, capsys)
     assert runs[0][1][0]["text"] == "prompt 0" and runs[len(order)][1][0]["text"] == "prompt 4"
     loads = [Load(**one) for one in json.loads((tmp_path / "x.y.json").read_text())["loads"]]
     assert len(loads) == len(runs) and report.ratio_table(loads) in (tmp_path / "x.y.md").read_text()
+
+
+def test_answers_of_unlike_length_arrive_when_they_are_due(monkeypatch, tmp_path, capsys):
+    flags = ("--servers", "none", "whole", "--rounds", "2", "--temperature", "0", "--name", "x")
+    assert run(monkeypatch, tmp_path, *flags, "--concurrency", "16", "--arrivals", "4") == 0
+    [*_, first, _, second, _] = FakeServer.sent
+    limits = [body["sampling_params"]["max_new_tokens"] for body in first[1]]
+    assert 64 <= min(limits) < 100 and 220 < max(limits) <= 256
+    for _, bodies, _, due in (first, second):
+        assert due == sorted(due) and due[0] == 0 and 10 < due[len(bodies) - 1] < 25
+    assert first[3] != second[3]
+    page = (tmp_path / "x.md").read_text()
+    assert "| own | 0 | 16 | 1.50 | 1.50 |" in page and "4 a second" in page
+    assert run(monkeypatch, tmp_path, *flags) == 0
+    assert not FakeServer.sent[-1][3] and "due" not in (tmp_path / "x.md").read_text()
+
+
+def test_no_request_begins_before_it_is_due():
+    begun = []
+
+    def answer(request: dict) -> dict:
+        begun.append((request["n"], time.perf_counter()))
+        return {}
+
+    start = time.perf_counter()
+    answers = answer_many(answer, [{"n": n} for n in range(3)], 2, due=[0, 0.05, 0.1])
+    assert [n for n, _ in begun] == [0, 1, 2] and begun[2][1] - start >= 0.1
+    assert all(0 <= found["seconds"] for found in answers)
 
 
 def test_check_counts_and_fails_on_a_difference(monkeypatch, tmp_path, capsys):
