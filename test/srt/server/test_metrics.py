@@ -11,6 +11,7 @@ from plot_acceptance import Counts, read_counts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import DRAFT, ROOT, WHOLE_BLOCKS, Server, dflash_arguments, heldout_prompts
+from support.length_fields import OBSERVED, assert_fields_are_observed
 from support.servers import FLOAT32
 
 from sglang_dflash.srt.observability.dflash_metrics import FALLBACKS, DFlashMetrics
@@ -165,7 +166,7 @@ def overlap_server(servers) -> Server:
 def server(servers) -> Server:
     """Server that verifies no block for an ended request: it has no overlap."""
     flags = ["--enable-metrics", "--disable-overlap-schedule", "--extra-metric-labels", '{"zone": "a"}']
-    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(), *flags)
+    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(), *flags, environment=OBSERVED)
 
 
 @pytest.mark.server
@@ -189,6 +190,14 @@ def test_counters_are_the_sums_of_the_requests_histograms(server):
     assert counted == requested
     assert 0 < counted.accepted < counted.drafted
     assert accept_length == pytest.approx(counted.accept_length), "/server_info reports another accept length"
+
+
+@pytest.mark.server
+def test_length_fields_are_the_slots_that_an_observer_saw(server):
+    """Whole blocks, with and without caps."""
+    prompts = [p["text"] for p in heldout_prompts() if 10 <= p["num_tokens"] <= 200][::40]
+    slots = assert_fields_are_observed(server, prompts, lambda: counts_of_idle(server))
+    assert {n for each in slots.values() for n in each} == {1, 3, BLOCK_SIZE}
 
 
 @pytest.mark.server

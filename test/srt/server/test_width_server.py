@@ -5,17 +5,19 @@ test_seeds.py and test_sampled_sequences.py test that, and engine/test_own_lengt
 """
 
 import pytest
+from plot_acceptance import read_counts
 from serving import Server, dflash_arguments, heldout_prompts
 from support import logprob_checks
-from support.servers import FLOAT32, MEASURED_COSTS, WIDTHS_CHANGE
+from support.length_fields import OBSERVED, assert_fields_are_observed
+from support.servers import COPIES, FLOAT32, MEASURED_COSTS, WIDTHS_CHANGE
 
 pytestmark = pytest.mark.server
 
 
 @pytest.fixture(scope="module")
 def server(servers) -> Server:
-    flags = *dflash_arguments(), *WIDTHS_CHANGE, "--enable-metrics"
-    return servers.get(*FLOAT32, *flags, environment=MEASURED_COSTS)
+    flags = *dflash_arguments(), *WIDTHS_CHANGE, *COPIES, "--enable-metrics"
+    return servers.get(*FLOAT32, *flags, environment=MEASURED_COSTS | OBSERVED)
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,18 @@ def test_widths_in_log_server_info_and_metrics(server, prompts):
     assert (
         "DFLASH verifies" in server.log() and "DFLASH adaptive: widths [1, 2, 4, 8] measured" in server.log()
     )
+
+
+def copies_of(server: Server) -> int:
+    [state, *_] = server.get("/server_info")["internal_states"]
+    return state["speculative_copy_ahead"]["blocks"].get("copy", 0)
+
+
+def test_length_fields_are_the_slots_that_an_observer_saw(server, prompts):
+    """Own lengths, copies and caps."""
+    before = copies_of(server)
+    repeating = [f"{prompt}\n{prompt}\n{prompt[: len(prompt) // 2]}" for prompt in prompts]
+    slots = assert_fields_are_observed(server, repeating, lambda: read_counts(server.get("/metrics")))
+    found = {n for each in slots.values() for n in each}
+    assert found >= {1, 3, 8} and len(found) > 3, found
+    assert copies_of(server) > before, "nothing was copied"

@@ -373,6 +373,8 @@ class DFlashWorker(BaseSpecWorker):
             logits_output=logits_output,
             next_token_ids=accepted.reported.flatten(),
             accept_lens=accepted.commit_lens,
+            # Slots that could be kept, the anchor included. They are on the host, and stay there.
+            cap_lens=torch.from_numpy(plan.max_accept + 1),
             next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
             new_seq_lens=accepted.committed,
             can_run_cuda_graph=target_out.can_run_cuda_graph,
