@@ -404,7 +404,7 @@ def test_prefill_graphs_behind_cached_prefixes(draft, reference):
         assert played.problems() == [] and played.steps_without_graphs() == []
 
 
-@DFLASH_AND_PEAGLE
+@pytest.mark.parametrize("draft", [DRAFT, DFLASH2_DRAFT, PEAGLE_DRAFT], ids=["dflash", "dflash2", "peagle"])
 def test_probabilistic_drafting(draft):
     """Repeat test_sampled_sequences.py with fewer samples."""
     prompt = sequences.PROMPTS[0]

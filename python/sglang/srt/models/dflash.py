@@ -201,7 +201,7 @@ class DFlashDraftModel(BlockDraftModel):
     def allocate_blocks(self, requests: int, width: int) -> None:
         """Allocate the output of `requests` drafted blocks of `width` slots.
 
-        In a CUDA graph's own memory the target's graphs would overwrite the blocks they are about to verify.
+        Not in a CUDA graph's memory, which other graphs overwrite (`speculative/cycle/replays.py`).
         """
         self._blocks = torch.zeros(requests, width, dtype=torch.int64, device=self.norm.weight.device)
 

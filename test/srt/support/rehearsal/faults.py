@@ -41,6 +41,15 @@ def _longest_plan(choose, least, most, tiles, capacity):
     return ChunkChoice(most, None, searched_chunk(most, tiles, capacity))
 
 
+def _uncopied_candidates(complete, self, cycle, output, *args):
+    """Verify a drawn block with candidates that lie in the draft graph's memory."""
+    block = complete(self, cycle, output, *args)
+    if block.probs is None:
+        return block
+    probs = dataclasses.replace(block.probs, ids=output.candidate_ids[: cycle.bs])
+    return dataclasses.replace(block, probs=probs)
+
+
 def _one_buffer(take, self):
     """Write every plan of a backend to the same pinned buffer."""
     return _first.setdefault(id(self), take(self))
@@ -77,6 +86,9 @@ PLANTED: dict[str, dict[str, Callable[..., Any]]] = {
     "one staging buffer": {f"{_PLANS}.Staging.next": _one_buffer},
     "stale states": {f"{_SPECULATIVE}.drafters.base.VerifyTail.states_to_commit": _stale_states},
     "host read": {f"{_SPECULATIVE}.acceptance.acceptor.Acceptor.accept": _host_read},
+    "candidates that are not copied": {
+        f"{_SPECULATIVE}.drafters.dflash.DFlash2Drafter._complete_output": _uncopied_candidates
+    },
     "late read": {f"{_SPECULATIVE}.acceptance.acceptor.Acceptor.accept": _late_read},
     "new kernel": {f"{_SPECULATIVE}.dflash_worker.DFlashWorker.run_cycle": _new_kernel},
 }

@@ -3,15 +3,16 @@
 Capture records every operation with the memory it reads and writes; replay runs them again. As in a real
 graph, addresses, Python numbers and control flow are frozen. Memory from before the capture is kept by
 address alone: if its owner released it, the replay fails instead of reading what is there now. Memory from
-within the capture belongs to the graph, and is overwritten with NaN before each replay, so that nothing of
-the previous replay can be read.
+within the capture belongs to the graph. Real graphs share one pool, where a graph may have its results in the
+memory of another one's. So each replay first overwrites, with NaN, the memory of this graph and of every
+other: nothing of an earlier replay can be read.
 
 A kernel (`kernel`) is one operation, which reads at each replay what its arguments hold.
 """
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 # Operations that read a value on the host, or whose result's shape depends on one.
 HOST_READS = "_local_scalar_dense item nonzero masked_select is_nonzero equal _unique2 unique_dim".split()
 _recording: "Recorder | None" = None
+_captured: list["Recorder"] = []  # all graphs, which share their memory
+_written: list["Recorder"] = []  # graphs of the last replay, whose memory holds what it left
 
 
 def _has_mask(args: Any) -> bool:
@@ -148,6 +151,13 @@ class Recorder(TorchDispatchMode):
         return tree_map(freeze, arguments)
 
 
+def forget_all(graphs: Sequence[Recorder]) -> None:
+    """Overwrite the memory of all graphs before these are replayed together."""
+    for graph in {id(graph): graph for graph in (*_written, *graphs)}.values():
+        graph.forget()
+    _written[:] = graphs
+
+
 def begin(recorder: Recorder) -> None:
     """Record operations from here on."""
     global _recording
@@ -160,6 +170,13 @@ def end(recorder: Recorder) -> None:
     global _recording
     recorder.__exit__(None, None, None)
     _recording = None
+    _captured.append(recorder)
+
+
+def is_in_pool(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor lies in the memory of graphs."""
+    address = tensor.untyped_storage().data_ptr()
+    return any(address in graph.own for graph in _captured)
 
 
 def kernel(name: str, body: Callable) -> Callable:
@@ -210,7 +227,7 @@ class GraphBackend:
 
     def replay(self, shape_key, static_forward_batch, **kwargs) -> Any:
         graph = self._graphs[shape_key]
-        graph.forget()
+        forget_all([graph])
         graph.run(self._role, shape_key)
         self.replays[self._role] += 1
         return self._outputs[shape_key]

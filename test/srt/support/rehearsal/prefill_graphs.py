@@ -54,8 +54,7 @@ def install() -> None:
     replay = backend.BreakableCudaGraphBackend.replay
 
     def replay_anew(self, shape_key, *args, **kwargs):
-        for segment in self._graphs[shape_key]._segments:
-            segment.recorder.forget()
+        graphs.forget_all([segment.recorder for segment in self._graphs[shape_key]._segments])
         for output in tree_leaves(self._shared_output_buffer):
             output.fill_(torch.nan)  # nobody may still read the last prefill's
         report.note("prefill replay", tokens=shape_key.size)

@@ -15,6 +15,7 @@ import torch
 from support.rehearsal import (
     built_in,
     compiled,
+    crossings,
     faults,
     flashinfer_kernels,
     graphs,
@@ -140,6 +141,7 @@ def _prepare_our_worker(scene: Scene) -> None:
         faults.AT_START[scene.fault]()
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 
+    crossings.watch(DFlashWorker)
     launches.watch_decode_steps(DFlashWorker)
     late_reads.watch_steps(DFlashWorker)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, kernel
+from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, is_in_pool, kernel
 
 
 class OneGraph(GraphBackend):
@@ -38,6 +38,17 @@ def test_memory_that_nobody_keeps_is_not_read(graph):
     made_for_this_step = None
     with pytest.raises(StaleRead, match="mul"):
         graph.replay("shape", None)
+
+
+def test_a_replay_overwrites_what_other_graphs_have_left(graph):
+    """They share a pool. A real graph may have its results in the memory of another one's."""
+    static = torch.ones(2)
+    for size in (2, 1):
+        graph.capture_one(size, lambda size=size: (static[:size] * 2,))
+    [left], copied = graph.replay(2, None), graph.replay(2, None)[0].clone()
+    assert is_in_pool(left) and not is_in_pool(static)
+    graph.replay(1, None)
+    assert left.isnan().all() and copied.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,8 @@ class DFlash2Drafter(DFlashDrafter):
         if output.candidate_ids is None:
             return super()._complete_output(cycle, output, sampling_info, lengths)
         drafted, probs = self._walk(output.candidates(cycle.bs), cycle.tokens[:, 0], sampling_info)
+        if probs is not None:  # the verify graph may overwrite the candidates (`cycle/replays.py`)
+            probs = DraftProbs(probs.ids.clone(), probs.probs)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
     def fill(
