@@ -16,7 +16,11 @@ from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, Adaptive
 logger = logging.getLogger(__name__)
 
 # What basic mode switches off always, and the options that it switches off.
-_OFF_IN_BASIC_MODE = ("adaptive verify lengths", "cycles at start-up")
+_OFF_IN_BASIC_MODE = (
+    "adaptive verify lengths",
+    "cycles at start-up",
+    "lengths and tokens that the acceptance kernel relays",
+)
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS,

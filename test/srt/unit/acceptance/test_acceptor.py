@@ -239,13 +239,15 @@ def test_every_way_of_accepting_relays_lengths_and_bonus_tokens(how):
 
 
 @pytest.mark.skipif(not hasattr(overlap_utils, "FutureRelayBuffers"), reason="SGLang 0.5.22 takes no tables")
-@pytest.mark.parametrize("is_adopted", [True, False])
-def test_the_scheduler_reads_what_acceptance_wrote(is_adopted, monkeypatch):
-    """It does not take tables of another size."""
+@pytest.mark.parametrize("reason", ["", "another size", "basic mode"])
+def test_the_scheduler_reads_what_acceptance_wrote(reason, monkeypatch):
+    """It takes no tables of another size, and is offered none in basic mode."""
     monkeypatch.setattr(overlap_utils, "_offered_relay", None)
     monkeypatch.setattr(spec_utils, "spec_need_hidden_states", lambda: False)
-    rows, num_rows = torch.tensor([7, 2]), 9
-    acceptor = make_acceptor(relay=make_relay(num_rows if is_adopted else num_rows + 1, "cpu"))
+    monkeypatch.setenv("SGLANG_DFLASH_BASIC", "1" if reason == "basic mode" else "0")
+    rows, num_rows, is_adopted = torch.tensor([7, 2]), 9, not reason
+    acceptor = make_acceptor(relay=make_relay(num_rows + (reason == "another size"), "cpu"))
+    assert (overlap_utils._offered_relay is None) == (reason == "basic mode")
     pool = SimpleNamespace(req_to_token=torch.zeros(num_rows, 64, dtype=torch.int32))
     relay = overlap_utils.FutureMap("cpu", SpeculativeAlgorithm.DFLASH, pool, needs_cpu_seq_lens=False)
     assert (relay._relay is not None) == is_adopted

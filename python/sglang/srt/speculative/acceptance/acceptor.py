@@ -15,6 +15,7 @@ from sglang_dflash.kernels.ops.speculative.accept import (
     accept_blocks,
     accept_matching_prefix,
 )
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.rejection import accept_drawn, rejection_rule
 from sglang_dflash.srt.speculative.acceptance.simulation import Simulation, constant, simulation_of_server
@@ -34,13 +35,13 @@ def make_relay(num_rows: int, device: Any) -> Any:
     """Make tables of lengths and bonus tokens, and offer them to SGLang.
 
     It takes the tables under overlap scheduling, if it has not made its own. Tables that it has not taken are
-    written as well, and not read. Release 0.5.22 cannot take any.
+    written as well, and not read. Release 0.5.22 cannot take any, and basic mode offers none.
 
     Args:
         num_rows: of the request table, and so of the tables.
         device: of the tables.
     """
-    if not hasattr(overlap_utils, "FutureRelayBuffers"):
+    if DFlashOptions.BASIC_MODE.get() or not hasattr(overlap_utils, "FutureRelayBuffers"):
         lengths, tokens = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
         return SimpleNamespace(new_seq_lens=lengths, output_tokens=tokens)
     relay = overlap_utils.FutureRelayBuffers(req_pool_size=num_rows, device=device)
