@@ -305,20 +305,11 @@ def control_calls() -> str:
 
 def fallback_rules() -> str:
     """List what forbids the fallback, and what it loses."""
-    requested: dict[str, Any] = {
-        "COPY_AHEAD": 1,
-        "DRAFT_SAMPLE_METHOD": "probabilistic",
-        "DRAFT_HEAD_DTYPE": "fp8",
-        "PLANS_WITHIN_BOUNDS": 1,
-        "SIMULATE_ACC_LENS": "4,2",
-    }
-    environment = {getattr(DFlashOptions, name).variable: str(value) for name, value in requested.items()}
-    with patch.dict(os.environ, environment):
-        forbidding = [text.split()[2].rstrip(",") for text in fallback._forbidding_options()]
+    *others, last = fallback.OPTIONS_OF_OURS
     return (
-        f"The start ends instead of falling back if one of {names(forbidding[:-1])} or "
-        f"{names(forbidding[-1:])} is given, with a `speculators` or P-EAGLE checkpoint, with "
-        "`--speculative-dflash-strict`, and if the built-in refuses too.\n\n"
+        f"The start ends instead of falling back if one of {names(others)} or {names([last])} is given, "
+        "with a `speculators` or P-EAGLE checkpoint, and with `--speculative-dflash-strict`. Otherwise the "
+        "built-in gets the server, and may refuse it.\n\n"
         f"A server that falls back has no {', no '.join(fallback.BUILTIN_LACKS)}."
     )
 

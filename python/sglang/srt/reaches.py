@@ -62,10 +62,6 @@ arg_groups.fields.spec.Spec
   arg_groups/options.py write speculative_adaptive speculative_use_rejection_sampling: set by our flags
   arg_groups/resolve.py read _speculative_draft_quantization_explicitly_set: a user's choice
   arg_groups/support.py read _speculative_draft_quantization_explicitly_set: a user's choice
-arg_groups.overrides
-  arg_groups/fallback.py write _resolved_overrides: a copy of the arguments, for the built-in's checks
-arg_groups.speculative_hook
-  arg_groups/fallback.py read _handle_dflash: the built-in's checks
 configs.model_config.ModelConfig
   weight_updates.py write model_path: where updated weights came from
 entrypoints.ollama.serving.OllamaServing

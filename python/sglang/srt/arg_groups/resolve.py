@@ -10,14 +10,19 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from sglang_dflash.srt.arg_groups.fallback import fall_back_if_unsupported, find_unsupported
+from sglang_dflash.srt.arg_groups.fallback import fall_back
 from sglang_dflash.srt.arg_groups.options import (
     check_simulated_lens,
     resolve_adaptive,
     resolve_basic_mode,
     simulates_one_length,
 )
-from sglang_dflash.srt.arg_groups.support import choose_draft_attention, draft_attention_findings, flag_of
+from sglang_dflash.srt.arg_groups.support import (
+    choose_draft_attention,
+    draft_attention_findings,
+    find_unsupported,
+    flag_of,
+)
 from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import check_draft_config, remarks_on_config
@@ -74,11 +79,11 @@ def prepare(server_args: Any) -> Configs | None:
     _check_draft_is_there(args.speculative_draft_model_path)
     if target := read_config(args.model_path, args.revision):
         find_capture_method(target.get("architectures"))
-    if fall_back_if_unsupported(server_args, find_unsupported(server_args)):
+    if fall_back(server_args, find_unsupported(server_args)):
         return None
     check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
     configs = load_and_check_configs(args)
-    if fall_back_if_unsupported(server_args, draft_attention_findings(args, configs.draft, configs.target)):
+    if fall_back(server_args, draft_attention_findings(args, configs.draft, configs.target)):
         return None
     return configs
 

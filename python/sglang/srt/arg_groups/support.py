@@ -62,6 +62,21 @@ _FLAGS = (
 )
 
 
+def find_unsupported(server_args: Any) -> list[Unsupported]:
+    """List everything in these arguments that our DFLASH does not serve."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
+
+    args = resolving_view(server_args)
+    prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
+    verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
+    return [
+        *flag_findings(args),
+        *dp_attention_findings(args),
+        *target_attention_findings(args.device, verify_backend, chose_attention(server_args)),
+        *draft_findings(args),
+    ]
+
+
 def flag_of(field: str) -> str:
     """Return the flag of a field of ServerArgs."""
     return f"--{field.replace('_', '-')}"

@@ -12,8 +12,9 @@ import logging
 from typing import Any
 
 from sglang_dflash import __version__
-from sglang_dflash.srt.arg_groups.fallback import fall_back_on_unsupported_sglang
+from sglang_dflash.srt.arg_groups.fallback import fall_back
 from sglang_dflash.srt.arg_groups.implementation import Implementation
+from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.plugins import patch, patches
 from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version
 from sglang_dflash.srt.reaches import find_misfit
@@ -67,5 +68,5 @@ def leave_to_sglang(server_args: Any) -> bool:
         return False
     if not Implementation.from_server_args(server_args).is_builtin:
         what = f"SGLang {installed_version()}, which sglang-dflash {__version__} does not fit"
-        fall_back_on_unsupported_sglang(server_args, f"{what} ({reason}; {HELP.rstrip('.')})")
+        fall_back(server_args, [Unsupported(f"{what} ({reason}; {HELP.rstrip('.')})", True)])
     return True

@@ -18,6 +18,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from serving import ROOT
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from support.records import record_of
 from support.releases import REACHES_HERE
 from support.servers import run_to_end
 
@@ -221,7 +222,7 @@ def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
 def test_without_a_required_target_the_built_in_serves(as_another_sglang, caplog):
     """SGLang's own step resolves the arguments, and its own algorithm is found by the name."""
     as_another_sglang("0.5.99", EXAMPLE)
-    record, resolved = SimpleNamespace(speculative_algorithm="DFLASH"), []
+    record, resolved = record_of(), []
     entry_points.resolve_speculative_decoding(record, resolved.append)
     assert resolved == [record] and type(record.speculative_algorithm) is str
     assert DFlashOptions.FALLBACK.get()
@@ -235,8 +236,8 @@ def test_without_a_required_target_the_built_in_serves(as_another_sglang, caplog
 def test_what_only_ours_has_is_refused_there(option, words, as_another_sglang, monkeypatch):
     as_another_sglang("0.5.99", EXAMPLE)
     monkeypatch.setenv(option.variable, "1")
-    with pytest.raises(ValueError, match=f"does not fit .*{words}"):
-        compatibility.leave_to_sglang(SimpleNamespace())
+    with pytest.raises(ValueError, match=f"(?s)does not fit .*{words}"):
+        compatibility.leave_to_sglang(record_of())
 
 
 def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, caplog):
@@ -245,9 +246,8 @@ def test_what_another_plugin_replaced_is_found_in_the_launcher(monkeypatch, capl
 
     compatibility.why_off.cache_clear()
     monkeypatch.setattr(scheduler, "validate_dflash_request", lambda request: None)
-    record = SimpleNamespace(speculative_algorithm="DFLASH")
     try:
-        assert compatibility.leave_to_sglang(record)
+        assert compatibility.leave_to_sglang(record_of())
     finally:
         compatibility.why_off.cache_clear()
     [line] = [entry.getMessage() for entry in caplog.records]
@@ -258,7 +258,7 @@ def test_a_worker_that_cannot_be_imported_is_found_in_the_launcher(as_another_sg
     """A name that our files import may be there in the file, and fail to be imported."""
     as_another_sglang("0.5.99")
     monkeypatch.setitem(sys.modules, "sglang_dflash.srt.speculative.dflash_worker", None)
-    assert compatibility.leave_to_sglang(SimpleNamespace(speculative_algorithm="DFLASH"))
+    assert compatibility.leave_to_sglang(record_of())
     [line] = [entry.getMessage() for entry in caplog.records]
     assert "built-in" in line and "dflash_worker" in line
 
