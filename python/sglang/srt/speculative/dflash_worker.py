@@ -50,12 +50,7 @@ from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats,
 from sglang_dflash.srt.speculative.parallel import as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
-from sglang_dflash.srt.speculative.warm_up import (
-    prewarm_probabilistic_step,
-    runs_cycles_alone,
-    sampling_headroom,
-    warm_up,
-)
+from sglang_dflash.srt.speculative.warm_up import warm_up
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner, WholeBlocks
 from sglang_dflash.srt.speculative.width.measure import (
@@ -168,18 +163,12 @@ class DFlashWorker(BaseSpecWorker):
         """Allocate the memory of cycles and compile their kernels, once all graphs exist."""
         result = super().prewarm_sampling()
         target_runner = self._target_worker.model_runner
-        if self.acceptor.can_draw and self.device == "cuda" and self.block_size > 1:
-            with as_draft(self.draft_parallel_layout):
-                prewarm_probabilistic_step(self.drafter.fill, target_runner, self.block_size)
-        # SGLang sizes the KV pool next, and leaves this room.
-        if target_runner.token_to_kv_pool.post_capture_active:
-            with as_draft(self.draft_parallel_layout):
-                result = replace(result, sampling_headroom_bytes=sampling_headroom(self))
-            target_runner.sampling_prewarm_result = result
-        if target_runner.req_to_token_pool.req_to_token.is_cuda and runs_cycles_alone(
-            self.draft_parallel_layout
-        ):
-            warm_up(self, self._planner)
+        if target_runner.req_to_token_pool.req_to_token.is_cuda:
+            headroom = warm_up(self, self._planner)
+            # SGLang sizes the KV pool next, and leaves this room.
+            if target_runner.token_to_kv_pool.post_capture_active:
+                result = replace(result, sampling_headroom_bytes=headroom)
+                target_runner.sampling_prewarm_result = result
         # Cycles until here have told SGLang that it may rewrite rows, which is not so in the first step.
         defer_row_reuse(target_runner)
         return result

@@ -4,38 +4,29 @@ Triton and FlashInfer compile a kernel when it is first launched. All requests w
 """
 
 import logging
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.runtime_context import get_disagg, get_parallel
-from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
-from sglang_dflash.srt.speculative.acceptance.rejection import draw_final_tokens
-from sglang_dflash.srt.speculative.acceptance.target_sampling import (
-    SamplingMasks,
-    draw_target_tokens,
-    slices_of_rows,
-    target_probs,
-)
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.width.controller import LengthPlanner
 from sglang_dflash.srt.speculative.width.timers import feasible_context, make_batch
 
 logger = logging.getLogger(__name__)
 
-_SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.1)
+_SAMPLED = dict(temperature=1.0, top_p=0.9, top_k=50, min_p=0.01)
+_PENALIZED = dict(**_SAMPLED, frequency_penalty=0.1)
 # Requests of the cycles: sampling parameters, whether no drafted token may be accepted, and the least length.
 _REQUESTS: tuple[tuple[dict[str, Any], bool, int], ...] = (
     ({}, False, 0),
     ({}, True, 0),
-    (_SAMPLED, False, 0),
-    (_SAMPLED, False, 1),
+    (_PENALIZED, False, 0),
+    (_PENALIZED, False, 1),
 )
 
 
@@ -47,7 +38,7 @@ def runs_cycles_alone(layout: Any) -> bool:
     return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 
-def warm_up(worker: Any, planner: LengthPlanner) -> None:
+def warm_up(worker: Any, planner: LengthPlanner) -> int:
     """Run start-up's cycles, and warn if they fail. Basic mode does without them.
 
     The start still ends if serving could not go on: without memory, with a device that an error has left
@@ -56,14 +47,21 @@ def warm_up(worker: Any, planner: LengthPlanner) -> None:
     Args:
         worker: the `DFlashWorker`, before it serves.
         planner: plans its cycles.
+
+    Returns:
+        The peak bytes of a sampled cycle of all requests, or a bound of it if no cycle could run.
     """
-    if DFlashOptions.BASIC_MODE.get():
-        return
+    runner = worker.target_worker.model_runner
+    # The logits, the target's probabilities, and as much again for what is sorted of them.
+    peak = 3 * runner.max_running_requests * worker.block_size * runner.model_config.vocab_size * 4
+    if DFlashOptions.BASIC_MODE.get() or not runs_cycles_alone(worker.draft_parallel_layout):
+        return peak
     synchronize = torch.get_device_module(worker.device).synchronize
     penalties, observers = worker.penalties, worker.observers
     worker.observers = []
     try:
         _run_cycles(worker, planner)
+        peak = _run_largest_cycle(worker)
         synchronize()
     except torch.OutOfMemoryError:
         raise
@@ -79,6 +77,7 @@ def warm_up(worker: Any, planner: LengthPlanner) -> None:
         )
     finally:
         worker.penalties, worker.observers = penalties, observers
+    return peak
 
 
 @torch.no_grad()
@@ -99,101 +98,30 @@ def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
             if sampling:
                 batch.sampling_info.acc_additive_penalties = torch.empty(0)  # SGLang's sign of penalties
                 batch.reqs[0].sampling_params.min_new_tokens = min_new_tokens
-            draws = worker.acceptor.draws_drafts(batch.sampling_info)
             caps = np.full(bs, 0 if is_capped else worker.block_size - 1)
-            matches = worker.copies.look_up(batch)
-            # A plan with matches compares them, by kernels that no other cycle here would compile.
-            planned = plan._replace(caps=caps, draws=draws, matches=matches.lengths)
-            worker.run_cycle(batch, planned, matches)
+            _run_cycle(worker, batch, plan._replace(caps=caps))
 
 
-def _sampled_requests(bs: int, vocab_size: int, device: Any) -> SamplingBatchInfo:
-    """Return bs sampled requests with every filter."""
-    return SamplingBatchInfo(
-        temperatures=torch.ones(bs, 1, device=device),
-        top_ps=torch.full((bs,), 0.9, device=device),
-        top_ks=torch.full((bs,), 50, dtype=torch.int32, device=device),
-        min_ps=torch.zeros(bs, device=device),
-        is_all_greedy=False,
-        is_any_greedy=False,
-        need_top_k_sampling=True,
-        need_top_p_sampling=True,
-        need_min_p_sampling=True,
-        vocab_size=vocab_size,
-        device=device,
-    )
+def _run_cycle(worker: Any, batch: Any, plan: CyclePlan) -> None:
+    matches = worker.copies.look_up(batch)
+    # A plan with matches compares them, by kernels that no other cycle here would compile.
+    draws = worker.acceptor.draws_drafts(batch.sampling_info)
+    worker.run_cycle(batch, plan._replace(draws=draws, matches=matches.lengths), matches)
 
 
 @torch.no_grad()
-def sampling_headroom(worker: Any) -> int:
-    """Return the peak bytes of a sampled step of all requests, its logits included.
-
-    The step has zeros in place of the two models' outputs. Runs on CUDA.
-    """
-    runner, block_size = worker.target_worker.model_runner, worker.block_size
-    bs, vocab_size, device = runner.max_running_requests, runner.model_config.vocab_size, runner.device
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    info = _sampled_requests(bs, vocab_size, device)
-    logits = torch.zeros(bs * block_size, vocab_size, device=device)
-    if worker.acceptor.can_draw:
-        prewarm_probabilistic_step(worker.drafter.fill, runner, block_size)
-    positions = torch.zeros(bs, block_size, dtype=torch.int64, device=device)
-    layout, masks = whole_blocks(bs, block_size), SamplingMasks(info, block_size)
-    draw_target_tokens(
-        logits,
-        sampling_info=info,
-        positions=positions,
-        layout=layout,
-        sampler=runner.sampler,
-        masks=masks,
-    )
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-@torch.no_grad()
-def prewarm_probabilistic_step(
-    fill: Callable[[torch.Tensor, VerifyLayout, torch.Tensor, Any], tuple[torch.Tensor, DraftProbs | None]],
-    target_runner: Any,
-    block_size: int,
-) -> None:
-    """Run a step of bs sampled requests without the two models, on zeros, with every filter.
+def _run_largest_cycle(worker: Any) -> int:
+    """Run a sampled cycle of all requests, and return its peak bytes.
 
     Its memory then belongs to PyTorch's allocator. If it is too much for the GPU, the server fails now and
-    not under load. The verify logits are not part of it: they exist anyway.
-
-    Args:
-        fill: `Drafter.fill`.
-        target_runner: gives the number of requests, and the type and size of hidden states.
-        block_size: B.
+    not under load. Whole blocks are the last layout of `_run_cycles`.
     """
-    bs, device = target_runner.max_running_requests, target_runner.device
-    config = target_runner.model_config
-    vocab_size = config.vocab_size
-    info = _sampled_requests(bs, vocab_size, device)
-    slots = whole_blocks(bs, block_size - 1)
-    hidden = torch.zeros(slots.num_rows, config.hidden_size, dtype=config.dtype, device=device)
-    anchors = torch.zeros(bs, dtype=torch.int64, device=device)
-    drafted, draft = fill(hidden, slots, anchors, info)
-    assert draft is not None, "drawn tokens have distributions"
-    # As many requests as fit into one slice of logits stand for all of them.
-    at_once = min(bs, -(-slices_of_rows(bs * block_size, vocab_size)[0].stop // block_size))
-    some = {name: value[:at_once] if torch.is_tensor(value) else value for name, value in vars(info).items()}
-    logits = torch.zeros(at_once * block_size, vocab_size, device=device)
-    target_probs(logits, SimpleNamespace(**some), whole_blocks(at_once, block_size))
-    # Every row of the target is the same memory. The rows that are drawn from take their own.
-    target = torch.zeros(1, vocab_size, device=device).expand(bs * block_size, -1)
-    zeros = torch.zeros(bs, device=device)
-    block = torch.cat((anchors[:, None], drafted), dim=1)
-    weight, layout = torch.ones_like(zeros, dtype=torch.float64), whole_blocks(bs, block_size)
-    draw_final_tokens(
-        block,
-        accept_len=zeros.int(),
-        target_probs=target,
-        weight=weight,
-        draft=draft,
-        final_uniforms=zeros,
-        layout=layout,
-    )
+    bs = worker.target_worker.model_runner.max_running_requests
+    batch = make_batch(worker, bs, feasible_context(worker, worker.block_size), **_SAMPLED)
+    plan = CyclePlan(whole_blocks(bs, worker.block_size), caps=np.full(bs, worker.block_size - 1))
+    before = 0
+    if worker.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    _run_cycle(worker, batch, plan)
+    return int(torch.cuda.max_memory_allocated() - before)

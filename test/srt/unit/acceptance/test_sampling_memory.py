@@ -1,6 +1,5 @@
 """Memory of probabilistic drafting on a large server, counted on meta tensors."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,10 +8,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_dflash.srt.speculative import warm_up
 from sglang_dflash.srt.speculative.acceptance.rejection import REJECTION_RULES, accept_drawn
 from sglang_dflash.srt.speculative.acceptance.target_sampling import target_probs
-from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.drafters.sampling import draw_drafts
 
 BS, WIDTH, VOCABULARY, HIDDEN = 48, 16, 151_936, 4096
@@ -67,11 +65,6 @@ def draft() -> SimpleNamespace:
     return SimpleNamespace(draft=SimpleNamespace(draft_vocab_size=VOCABULARY), logits=logits, d2t=None)
 
 
-def fill(draft: SimpleNamespace, rows: torch.Tensor, slots: VerifyLayout, _, info: SimpleNamespace):
-    """Draw as `Drafter.fill` does."""
-    return draw_drafts(draft, rows, slots, info)
-
-
 @pytest.mark.parametrize("rule", REJECTION_RULES)
 def test_a_step_takes_less_than_a_gigabyte(rule, draft):
     """Peak memory excludes the verify logits (0.43 GB), which every step has."""
@@ -86,44 +79,3 @@ def test_a_step_takes_less_than_a_gigabyte(rule, draft):
         uniforms = torch.rand(BS, WIDTH, device="meta")
         accept_drawn(rule, block, target, probs, uniforms[:, 1:], uniforms[:, 0], layout)
     assert GIGABYTE / 20 < peak.bytes < GIGABYTE, f"{peak.bytes / GIGABYTE:.2f} GB"
-
-
-@pytest.mark.parametrize("can_draw", [False, True])
-def test_the_room_that_sglang_leaves_for_a_sampled_step(can_draw, draft, monkeypatch):
-    """The peak of all requests that may run, whose logits are not in a graph."""
-    drawn = []
-
-    def sampler(output, sampling_info, **_):
-        drawn.append(len(sampling_info.temperatures))
-        return torch.softmax(output.next_token_logits, dim=-1).argmax(dim=-1)
-
-    config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
-    runner = SimpleNamespace(
-        max_running_requests=BS, device=torch.device("meta"), model_config=config, sampler=sampler
-    )
-    worker = SimpleNamespace(
-        block_size=WIDTH,
-        acceptor=SimpleNamespace(can_draw=can_draw),
-        drafter=SimpleNamespace(fill=partial(fill, draft)),
-        target_worker=SimpleNamespace(model_runner=runner),
-    )
-    with Peak() as peak:
-        for name in ("synchronize", "reset_peak_memory_stats"):
-            monkeypatch.setattr(torch.cuda, name, lambda: None)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak.bytes)
-        found = warm_up.sampling_headroom(worker)
-    logits = BS * WIDTH * VOCABULARY * 4
-    assert drawn == [BS * WIDTH]
-    assert 2 * logits <= found < 3 * logits + GIGABYTE
-
-
-def test_start_up_allocates_as_much_as_a_step(draft):
-    config = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCABULARY, dtype=torch.bfloat16)
-    runner = SimpleNamespace(max_running_requests=BS, device=torch.device("meta"), model_config=config)
-    with Peak() as at_start_up:
-        warm_up.prewarm_probabilistic_step(partial(fill, draft), runner, WIDTH)
-    logits = torch.zeros(BS * WIDTH, VOCABULARY, device="meta")
-    with Peak() as in_a_step:
-        target_probs(logits, sampling_info("meta"), whole_blocks(BS, WIDTH))
-    assert in_a_step.bytes <= at_start_up.bytes < GIGABYTE
