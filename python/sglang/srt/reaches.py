@@ -105,6 +105,9 @@ mem_cache.prefill_budget.PrefillBudget
   dflash_utils.py read _available_and_evictable: free slots
 model_executor.forward_batch_info.ForwardBatch
   cycle/verify.py write can_run_decode_cuda_graph: without graphs if no graph fits
+model_executor.graph_shared_output.GraphSharedOutput
+  drafters/build.py override get_logits_buffer: no logits of a draft
+  drafters/build.py write _process_shared: no logits of a draft
 model_executor.model_runner.ModelRunner
   dflash_utils.py write shared_read_done_event: rows stay until a step has ended
   dflash_worker.py write sampling_prewarm_result: no second warm-up

@@ -133,6 +133,9 @@ def test_peagle_on_fa3(expected):
     """Blocks begin with pending rows on the draft's page table, without host lengths."""
     with expected.rehearsed(Scene("fa3"), PEAGLE_DRAFT) as played:
         assert_launches(played, "fa3-peagle")
+        # A draft block has 14 rows, a verified one 8: SGLang would make a second, larger buffer.
+        logits = {note["role"]: note["rows"] for note in played.notes("logits")}
+        assert logits == {"target": 4 * 8, "draft": 0}
 
 
 def test_own_lengths_with_copies_on_fa3(reference, tmp_path):

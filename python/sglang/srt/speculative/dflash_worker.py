@@ -45,7 +45,7 @@ from sglang_dflash.srt.speculative.dflash_utils import (
 )
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail
 from sglang_dflash.srt.speculative.drafters.blocks import draft_blocks
-from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft
+from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft, without_logits_buffer
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats, Matches
 from sglang_dflash.srt.speculative.parallel import as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
@@ -144,7 +144,7 @@ class DFlashWorker(BaseSpecWorker):
         settings, tp_group = settings_of_adaptive_lengths(self), get_parallel().tp_group
         least = least_adaptive_load(self, settings, tp_group)
         self._draft_worker.model_runner.model.ends_before_head_from = least
-        with as_draft(layout), self._with_draft_rows():
+        with as_draft(layout), self._with_draft_rows(), without_logits_buffer(self.device):
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         self._planner = make_planner(
             self, settings=settings, least=least, tp_group=tp_group, metrics=self.metrics

@@ -265,13 +265,16 @@ def _capture_graphs(buckets: tuple[int, ...]) -> None:
     import msgspec
     import sglang.srt.model_executor.model_runner as model_runner_module
     import sglang.srt.model_executor.runner.decode_cuda_graph_runner as graph_runner
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
     from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+    from sglang.srt.runtime_context import get_exec
 
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     graph_runner.resolve_decode_backend = graphs.GraphBackend
-    graph_runner.get_batch_sizes_to_capture = lambda *_, **__: (list(buckets), [])
+    for module in (graph_runner, model_runner_module):
+        module.get_batch_sizes_to_capture = lambda *_, **__: (list(buckets), [])
     graph_runner.get_or_create_global_graph_capture_stream = lambda: None
     graph_runner.graph_capture = lambda stream: contextlib.nullcontext(types.SimpleNamespace(stream=None))
     graph_runner.DecodeCudaGraphRunner._record_in_graph_metadata_prep_done = lambda self: None
@@ -281,12 +284,15 @@ def _capture_graphs(buckets: tuple[int, ...]) -> None:
         captured = original(model_runner=model_runner, capture_decode_cuda_graph=False, **rest)
         if not capture_decode_cuda_graph:
             return captured
-        rows = max(buckets) * model_runner.decode_num_tokens_per_req()
-        # None of SGLang's own, which asks the arguments whether there will be graphs.
-        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(
-            model_runner
-        ) or GraphSharedOutput(device=torch.device("cpu"), max_rows=rows)
+        # SGLang makes none while the arguments say that there are no graphs.
+        decode_config = get_exec().graph.cuda_graph_config.decode
+        backend, decode_config.backend, decode_config.bs = decode_config.backend, Backend.FULL, list(buckets)
+        model_runner.graph_shared_output = GraphSharedOutput.create_for_model_runner(model_runner)
+        decode_config.backend = backend
         runner = graph_runner.DecodeCudaGraphRunner(model_runner)
+        role = "draft" if model_runner.is_draft_worker else "target"
+        rows = sum(map(len, model_runner.graph_shared_output._logits_buffers.values()))
+        report.note("logits", role=role, rows=rows)
         decode = GraphCapture(runner=runner, memory_phase="decode", memory_usage_gb=0, capture_time=0)
         return msgspec.structs.replace(captured, decode=decode)
 
