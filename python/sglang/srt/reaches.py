@@ -83,7 +83,7 @@ managers.io_struct.TokenizedGenerateReqInput
 managers.schedule_batch.Req
   acceptance/processors.py write custom_logit_processor sampling_params to_finish: errors end a request
   dflash_info.py write decode_batch_idx: count cycles
-  dflash_utils.py write finished_len finished_reason grammar output_ids: the first stop of a block
+  dflash_utils.py write finished_len finished_reason grammar output_ids to_finish: the first stop of a block
   dflash_utils.py write reasoning_tokens: none behind the stop
   request_fields.py write origin_input_ids: an empty prompt
 managers.schedule_batch.ScheduleBatch

@@ -273,7 +273,8 @@ AT_WORKER = (
         upstream="https://github.com/sgl-project/sglang/issues/39826",
         feature="stop strings and reasoning tokens as without a draft",
         signature="(self, new_accepted_len)",
-        why="of several stops in one block SGLang may take a later one, and it counts reasoning beyond it",
+        why="of several stops in one block SGLang may take a later one, of an aborted request none, and it "
+        "counts reasoning beyond it",
         ours="srt.speculative.dflash_utils.truncate_at_first_stop",
     ),
     wrapping(

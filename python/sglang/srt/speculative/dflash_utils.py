@@ -78,16 +78,21 @@ def truncate_at_first_stop(
 ) -> None:
     """End a run of tokens at its first stop, in `Req.update_finish_state`.
 
-    SGLang looks for stop strings in the order of the request, then for stop tokens, then at the length. The
-    one that it finds in a run may come after another. It also counts the reasoning of the whole run.
+    SGLang looks for NaN, then for stop strings in the order of the request, then for stop tokens, then at the
+    length. The one that it finds in a run may come after another. It looks for none if the request is
+    aborted. It also counts the reasoning of the whole run.
     """
-    is_decided = req.finished() or req.to_finish
-    update_finish_state(req, new_accepted_len)
-    if is_decided or req.finished_len is None or new_accepted_len <= 1:
+    if req.finished() or not 0 < new_accepted_len <= len(req.output_ids):
+        update_finish_state(req, new_accepted_len)
         return
-    if req.sampling_params.stop_strs or req.sampling_params.stop_regex_strs:
-        _stop_token_by_token(req, update_finish_state, len(req.output_ids) - new_accepted_len)
-    req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
+    abort, req.to_finish = req.to_finish, None
+    run = req.output_ids[-new_accepted_len:]
+    update_finish_state(req, new_accepted_len)
+    if req.finished_len is not None and new_accepted_len > 1:
+        _stop_token_by_token(req, update_finish_state, run)
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
+    if abort:
+        req.finished_reason = abort
 
 
 def drop_undrawn_token(
@@ -104,17 +109,22 @@ def drop_undrawn_token(
     return num_input_logprobs
 
 
-def _stop_token_by_token(req: Any, check: Callable[[Any], None], num_old: int) -> None:
-    """Find the first stop of a request that has one after `num_old` tokens."""
+def _stop_token_by_token(req: Any, check: Callable[[Any], None], run: Any) -> None:
+    """Find the first stop of a request that has one in its last tokens.
+
+    SGLang has put another token in place of the first that is not in the vocabulary (NaN). `run` has the
+    tokens as they were.
+    """
     output_ids, grammar = req.output_ids, req.grammar
     found = req.finished_reason, req.finished_len
+    old = output_ids[: -len(run)]
     req.grammar = None  # it has read the whole run
-    for end in range(num_old + 1, found[1] + 1):
-        req.output_ids = output_ids[:end]
+    for end in range(1, found[1] - len(old) + 1):
+        req.output_ids = old + run[:end]
         req.finished_reason = req.finished_len = None
         check(req)
         if req.finished():
-            found = req.finished_reason, end
+            found = req.finished_reason, len(old) + end
             break
     req.output_ids, req.grammar = output_ids, grammar
     req.finished_reason, req.finished_len = found

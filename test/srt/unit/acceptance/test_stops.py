@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import TARGET
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
 from sglang_dflash.srt.speculative.dflash_utils import truncate_at_first_stop
 
+VOCAB = 2048
 TEXT = "def of(self):\n    return self.text\n\nclass Next:\n    pass\n"
 THOUGHTS_END = 17
 
@@ -38,14 +39,19 @@ class Grammar:
         return True
 
 
-def answer(tokenizer, tokens, run: int, sampling, grammar=None):
-    """Return what is sent of these tokens, if `run` of them are accepted at a time."""
+def answer(tokenizer, tokens, run: int, sampling, grammar=None, aborted_at=None):
+    """Return what is sent of these tokens, if `run` of them are accepted at a time.
+
+    aborted_at: the run with this token is the one in which the request is aborted.
+    """
     params = SamplingParams(**sampling)
     params.normalize(tokenizer)
-    req = Req("0", "", array("q", [1]), params, vocab_size=2048, require_reasoning=True, eos_token_ids={0})
+    req = Req("0", "", array("q", [1]), params, vocab_size=VOCAB, require_reasoning=True, eos_token_ids={0})
     req.tokenizer, req.grammar = tokenizer, grammar
     for at in range(0, len(tokens), run):
         accepted = tokens[at : at + run]
+        if aborted_at is not None and aborted_at < at + run:
+            req.to_finish = FINISH_ABORT()
         req.output_ids.extend(accepted)
         req.update_reasoning_tokens(accepted, [THOUGHTS_END])
         req.update_finish_state(len(accepted))
@@ -66,11 +72,22 @@ STOPS = ("self", "return", "\n", "\n\n", ":\n ", "text\n\ncl")
     st.integers(1, 40),
     st.integers(0, 20),
     st.booleans(),
+    st.integers(0, 20),
+    st.booleans(),
 )
-def test_a_run_ends_where_single_tokens_do(tokenizer, stop, stop_regex, ends, longest, at, ignores):
+def test_a_run_ends_where_single_tokens_do(
+    tokenizer, stop, stop_regex, ends, longest, at, ignores, aborted_at, breaks
+):
+    """An abort, or broken logits, in the run of a stop leave no token behind it.
+
+    breaks: a token is outside the vocabulary, which is what SGLang calls NaN.
+    """
     tokens = tokenizer.encode(TEXT)
     ends |= {tokens[at % len(tokens)]}
     tokens.insert(at, THOUGHTS_END)
+    aborted_at %= len(tokens)
+    if breaks:
+        tokens[aborted_at] = VOCAB
     sampling = {
         "stop": stop,
         "stop_regex": stop_regex,
@@ -81,6 +98,14 @@ def test_a_run_ends_where_single_tokens_do(tokenizer, stop, stop_regex, ends, lo
     expected = answer(tokenizer, tokens, 1, sampling)
     for run in (2, 8, 16, 32):
         assert answer(tokenizer, tokens, run, sampling) == expected
+        ids, reason, thoughts = answer(tokenizer, tokens, run, sampling, aborted_at=aborted_at)
+        ran = (aborted_at // run + 1) * run
+        if len(expected[0]) <= ran - run:
+            assert (ids, reason, thoughts) == expected, "it had ended before"
+        else:
+            assert (ids, thoughts) == (expected[0][:ran], min(expected[2], len(ids))) and reason[
+                "type"
+            ] == "abort"
 
 
 def test_a_grammar_that_ends_with_the_run_hides_no_stop(tokenizer):
