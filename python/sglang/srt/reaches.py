@@ -62,8 +62,6 @@ arg_groups.fields.spec.Spec
   arg_groups/options.py write speculative_adaptive speculative_use_rejection_sampling: set by our flags
   arg_groups/resolve.py read _speculative_draft_quantization_explicitly_set: a user's choice
   arg_groups/support.py read _speculative_draft_quantization_explicitly_set: a user's choice
-configs.model_config.ModelConfig
-  weight_updates.py write model_path: where updated weights came from
 entrypoints.ollama.serving.OllamaServing
   plugins/streams.py write tokenizer_manager: whole texts
 function_call.core_types.StreamingParseResult

@@ -1,41 +1,28 @@
 """Weight updates at run time: from disk, tensors, a process group or IPC.
 
-SGLang hands an update to the target and then to the draft. What fits one does not fit the other, and an error
-would end the scheduler or leave half an update behind. Here each model takes its own tensors. Names, shapes
-and dtypes are checked first, on all ranks: the draft's with its config, the target's with the checkpoint that
-it was started with. If a rank finds a problem, all answer with it and the old weights stay.
+SGLang hands an update to the target and then to the draft, whose tensors may have the same names. An error
+ends the scheduler. Here each model takes its own tensors, and an error is an answer, the same on all ranks.
+A draft's tensors are checked before anything is written.
 """
 
 import functools
-import logging
-import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
-from sglang.srt.model_executor.model_runner_components.weight_updater import LocalSerializedTensor
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dflash.srt.configs.checkpoint import FLOATS, StoredTensor, find_file, read_config, tensors_of
+from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
-from sglang_dflash.srt.configs.draft_tensors import (
-    EMBEDDING,
-    HEAD,
-    IGNORED_TENSORS,
-    canonical_name,
-    expected_tensors,
-)
+from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
-from sglang_dflash.srt.models.loading import check_tensors, load_tensors
+from sglang_dflash.srt.models.loading import CheckedTensors, check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import model_layer
 
-logger = logging.getLogger(__name__)
-
-Weights = Iterable[tuple[str, Any]]
+Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def is_draft(config: dict[str, Any]) -> bool:
@@ -46,15 +33,12 @@ def is_draft(config: dict[str, Any]) -> bool:
 
 
 def first_problem(problem: str) -> str:
-    """Return, on every rank, the problem of the first rank that has one.
-
-    An empty text is none.
-    """
+    """Return, on every rank, the problem of the first rank that has one, or an empty text."""
     group = get_parallel().tp_group
     problems = [problem] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
-    return next((one for one in problems if one), "")
+    return next(filter(None, problems), "")
 
 
 def format_error(error: Exception) -> str:
@@ -62,78 +46,40 @@ def format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class TensorOwner:
-    """Tells a draft's tensors from its target's by their names, for the selector "all".
+def make_owner(draft: Any, target: Any) -> Callable[[str], bool]:
+    """Make the function that tells by its name whether a tensor belongs to the draft, for the selector "all".
 
     A trainer sends a target's tensors as Hugging Face names them: `model.layers.0...`, `lm_head.weight`. A
-    draft's names have no prefix. SGLang's targets take many names without a prefix too. A name of
-    both models is refused.
+    draft's names have no prefix. SGLang's targets take many names without a prefix too. The function raises
+    ValueError for a name of both models.
     """
+    expected, _ = expected_tensors(draft.config, draft.draft)
+    names = [*expected, *IGNORED_TENSORS, *(name for name, _ in draft.named_parameters())]
+    of_draft = {_module(name) for name in names} - {"lm_head"}
+    paths = [name.split(".") for name, _ in target.named_modules()]
+    of_target = {".".join(path[start:]) for path in paths for start in range(len(path))}
 
-    def __init__(self, draft: Any, target: Any):
-        expected, _ = expected_tensors(draft.config, draft.draft)
-        names = [*expected, *IGNORED_TENSORS, *(name for name, _ in draft.named_parameters())]
-        self._of_draft = {_module(name) for name in names} - {"lm_head"}
-        paths = [name.split(".") for name, _ in target.named_modules()]
-        self._of_target = {".".join(path[start:]) for path in paths for start in range(len(path))}
-
-    def is_drafts(self, name: str) -> bool:
-        """Return whether a tensor is the draft's. Raises ValueError if both models have its name."""
+    def belongs_to_draft(name: str) -> bool:
         module = _module(canonical_name(name))
-        if name.startswith("model.") or module not in self._of_draft:
+        if name.startswith("model.") or module not in of_draft:
             return False
-        if model_layer(module)[0] in self._of_target:
+        if model_layer(module)[0] in of_target:
             raise ValueError(f"{name} may be the target's or the draft's: send it with either's selector")
         return True
+
+    return belongs_to_draft
 
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
-def stored_tensors(checkpoint: str, revision: str | None) -> dict[str, StoredTensor] | None:
-    """Return the tensors of a target's files by name, without values.
-
-    Returns None for files without readable headers (GGUF, remote weights).
-    """
-    path = find_file(checkpoint, revision)
-    try:
-        of_files = tensors_of(os.path.dirname(path or ""))
-        found = {without_prefix(name): replace(one, values=None) for name, one in of_files}
-    except (ValueError, OSError) as error:
-        logger.warning("Weight updates of the target are not checked, its files cannot be read: %s", error)
-        return None
-    if EMBEDDING in found:  # trainers send a tied head too
-        found.setdefault(HEAD, found[EMBEDDING])
-    return found
-
-
-def without_prefix(name: str) -> str:
-    """Drop a prefix, in which releases of transformers differ for vision models."""
-    return name.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
-
-
-def compare_tensors(
-    sent: Weights, expected: dict[str, StoredTensor], key: Callable[[str], str] = str
-) -> None:
-    """Raise ValueError naming each tensor of unknown name, other shape or other dtype."""
-    problems = []
-    for name, tensor in sent:
-        one, known = StoredTensor.from_tensor(tensor), expected.get(key(name))
-        if known is None:
-            problems.append(f"{name}: the model has no such tensor")
-        elif one.shape != known.shape:
-            problems.append(f"{name} is {one.shape}, expected {known.shape}")
-        elif one.dtype != known.dtype and not {one.dtype, known.dtype} <= {*FLOATS}:  # floats are cast
-            problems.append(f"{name} is {one.dtype}, expected {known.dtype}")
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
 def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
     """Give both runners an updater that takes their own tensors."""
-    draft_runner.weight_updater = drafts = RoutedUpdater(draft_runner, draft_runner.model)
-    target_runner.weight_updater = RoutedUpdater(target_runner, draft_runner.model, drafts)
+    draft = draft_runner.model
+    belongs_to_draft = make_owner(draft, target_runner.model)
+    for runner in (target_runner, draft_runner):
+        runner.weight_updater = RoutedUpdater(runner, draft, belongs_to_draft)
 
 
 class RoutedUpdater:
@@ -142,28 +88,22 @@ class RoutedUpdater:
     Args:
         runner: SGLang's, of the target or the draft.
         draft: the draft's model.
-        drafts: for the target's: the draft's updater, which checks its tensors before an update is written.
+        belongs_to_draft: tells by its name whose a tensor is.
 
     Attributes:
         selector: of the update: "target", "draft" or "all". SGLang does not pass it on.
     """
 
-    def __init__(self, runner: Any, draft: Any, drafts: "RoutedUpdater | None" = None):
-        self._updater, self._model_config = runner.weight_updater, runner.model_config
-        self._model, self._draft, self._drafts = runner.model, draft, drafts
-        self._kind = "target" if drafts else "draft"
-        config = self._model_config
-        # Read when first needed, from the files that the server started with.
-        self._stored = functools.cache(functools.partial(stored_tensors, config.model_path, config.revision))
-        self._owner = TensorOwner(draft, self._model)
+    def __init__(self, runner: Any, draft: Any, belongs_to_draft: Callable[[str], bool]):
+        self._updater, self._model, self._draft = runner.weight_updater, runner.model, draft
+        self._belongs_to_draft = belongs_to_draft
+        self._kind = "draft" if runner.model is draft else "target"
         self.selector = "all"
         self._is_whole = False  # a draft must get all its tensors
-        self._checked: Any = None  # the draft's part of an update of both, which the target's updater checks
         self._problem = ""  # of some rank, once all ranks know it
         self._has_written = False
-        load = self._model.load_weights
-        self._load_weights = load if drafts else functools.partial(load_tensors, draft)
-        self._model.load_weights = self._load  # here all ways of SGLang end, except for some load formats
+        self._load_weights = self._model.load_weights
+        self._model.load_weights = self._load  # all ways of SGLang end here, except for some load formats
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._updater, name)
@@ -171,34 +111,25 @@ class RoutedUpdater:
     # -- SGLang's interface
 
     def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        """Load a checkpoint of this runner's kind, which must be whole."""
+        """Load a checkpoint of this runner's kind. A draft's must be whole."""
         # Trainers write the target's weights into bare folders, without a config.json.
-        if is_draft(read_config(model_path, None) or {}) != (not self._drafts):
+        if is_draft(read_config(model_path, None) or {}) != (self._kind == "draft"):
             return True, "Succeeded to update model weights."  # it is the other model's
-        before, load = self._model_config.model_path, self._updater.update_weights_from_disk
         self.selector, self._is_whole = self._kind, True
+        load = self._updater.update_weights_from_disk
         is_done, message = self._update(lambda: load(model_path, *args, **kwargs))
         self._is_whole = False
-        if is_done:
-            return True, message
-        self._model_config.model_path = before
-        return False, f"{model_path!r}: {message}"
+        return is_done, message if is_done else f"{model_path!r}: {message}"
 
     def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None):
         """Load tensors, or a flattened bucket of them."""
-        load = self._updater.update_weights_from_tensor
-        if load_format in (None, "flattened_bucket"):
-            return self._update(lambda: load(named_tensors, load_format))
 
-        def update() -> tuple[bool, str]:  # past `load_weights`
-            rank = get_parallel().tp_rank
-            tensors = [
-                (name, one.get(rank) if isinstance(one, LocalSerializedTensor) else one)
-                for name, one in named_tensors
-            ]
-            own = self._on_all_ranks(lambda: self._own(tensors, load_format))
-            self._has_written = load_format in ("direct", *self._updater.custom_weight_loaders)
-            return load(own, load_format)
+        def update() -> tuple[bool, str]:
+            if load_format not in (None, "flattened_bucket"):  # past `load_weights`
+                if self.selector == "all":
+                    raise ValueError(f'load_format {load_format!r} needs the selector "target" or "draft"')
+                self._has_written = True
+            return self._updater.update_weights_from_tensor(named_tensors, load_format)
 
         return self._update(update)
 
@@ -206,13 +137,13 @@ class RoutedUpdater:
         """Receive tensors, for `load_weights_from_distributed` of both runners."""
         return self._on_all_ranks(lambda: self._updater.receive_weights_from_distributed(**options))
 
-    def load_weights_from_distributed(self, named_tensors: Weights) -> tuple[bool, str]:
+    def load_weights_from_distributed(self, named_tensors: Any) -> tuple[bool, str]:
         """Load received tensors."""
         return self._update(lambda: self._updater.load_weights_from_distributed(named_tensors))
 
     def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
         """Load tensors from the checkpoint engine, which sends them once, for the target."""
-        if not self._drafts:
+        if self._kind == "draft":
             return True, "The draft takes no weights from the checkpoint engine."
         self.selector = "target"
         return self._update(lambda: self._updater.update_weights_from_ipc(recv_req))
@@ -223,7 +154,6 @@ class RoutedUpdater:
 
     def end_weight_update(self, *, run_post_load: bool) -> None:
         """Pack quantized weights. Raises on all ranks if one fails."""
-        self._checked = None  # left over if the target's load failed
         self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
         self._draft.renew_copies()
 
@@ -262,44 +192,27 @@ class RoutedUpdater:
         """Load this model's tensors, in place of its `load_weights`."""
         if self._problem:  # SGLang loads once more after a failure, then packs quantized weights again
             return None
-        own = self._on_all_ranks(lambda: self._own(weights))
+        own, checked = self._on_all_ranks(lambda: self._check(weights))
         self._has_written = True
+        if self._kind == "draft":
+            return self._on_all_ranks(lambda: load_tensors(self._draft, checked))
         return self._on_all_ranks(lambda: self._load_weights(own))
 
-    def _own(self, weights: Weights, load_format: str | None = None) -> Any:
-        """Return this model's tensors, as `_check` does.
+    def _check(self, weights: Weights) -> tuple[Weights, CheckedTensors | None]:
+        """Return the target's tensors, and the draft's as checked.
 
-        Of an update of both models the target is the first to load. It checks the draft's tensors too, so
-        that both models change or none.
+        Of an update of both models the target is the first to load, and checks the draft's tensors before.
+
+        Raises:
+            ValueError: The draft's tensors do not fit, or a tensor may be of either model.
         """
-        if self.selector != "all":
-            return self._check(list(weights), load_format)
-        if not self._drafts:
-            checked, self._checked = self._checked, None
-            return checked
-        own: list[tuple[str, Any]] = []
-        drafts: list[tuple[str, Any]] = []
+        if self.selector == "target":
+            return weights, None
+        tensors: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
         for name, tensor in weights:
-            (drafts if self._owner.is_drafts(name) else own).append((name, tensor))
-        own = self._check(own, load_format)
-        self._drafts._checked = self._drafts._check(drafts, load_format)
-        return own
-
-    def _check(self, own: list[tuple[str, Any]], load_format: str | None) -> Any:
-        """Return this model's tensors if they fit the checkpoint, or the model's parameters.
-
-        Raises ValueError if they do not. The draft's are `CheckedTensors` unless there is a load format.
-        """
-        if load_format == "direct":
-            parameters = self._model.named_parameters()
-            compare_tensors(own, {name: StoredTensor.from_tensor(one) for name, one in parameters})
-        elif load_format is not None:
-            pass  # a loader of the user's own, which may take other names
-        elif not self._drafts:
-            return check_tensors(self._draft, own, is_update=not self._is_whole)
-        elif (stored := self._stored()) is not None:
-            compare_tensors(own, stored, without_prefix)
-        return own
+            is_of_draft = self.selector == "draft" or self._belongs_to_draft(name)
+            tensors[is_of_draft].append((name, tensor))
+        return tensors[False], check_tensors(self._draft, tensors[True], is_update=not self._is_whole)
 
 
 def _answering_errors(name: str) -> Callable[[Any, Any], Any]:
