@@ -240,7 +240,7 @@ def _of_the_front_end() -> Iterable[tuple[str, str]]:
 
 
 def _of_the_scheduler() -> Iterable[tuple[str, str]]:
-    model = SimpleNamespace(vocab_size=1000, hidden_size=64)
+    model = SimpleNamespace(vocab_size=1000)
     served = dict(
         return_hidden_states=False,
         token_ids_logprob=None,

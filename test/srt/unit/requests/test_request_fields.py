@@ -149,7 +149,7 @@ GOOD = (
     ({"stop_token_ids": {0, 99}, "top_k": 1 << 30, "min_p": 0.5, "regex": "a+"}, {}),
     ({"top_k": 2**31 - 1, "custom_params": {"speculative_max_tokens": 0}}, {}),
     ({"logit_bias": {"0": 1.0, "99": -1.0}}, {"top_logprobs_num": 100, "token_ids_logprob": [0, 99]}),
-    ({}, {"logprob_start_len": 0, "input_embeds": [[0.5] * 8] * 2}),
+    ({}, {"logprob_start_len": 0}),
 )
 # The field that is named, sampling parameters, other fields.
 BAD = (
@@ -171,10 +171,10 @@ BAD = (
     ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [5, 10**6]}),
     ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [-1]}),
     ("logprob_start_len", {}, {"return_logprob": True, "logprob_start_len": -5}),
-    ("input_embeds", {}, {"input_embeds": [[1.0]]}),
+    *(("input_embeds", {}, {"input_embeds": [[0.5] * width] * 20}) for width in (1, 256)),
     ("return_hidden_states", {}, {"return_hidden_states": True}),
 )
-MODEL = SimpleNamespace(vocab_size=100, hidden_size=8)
+MODEL = SimpleNamespace(vocab_size=100)
 
 
 def test_good_fields_are_served():
