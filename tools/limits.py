@@ -82,7 +82,17 @@ def flags() -> str:
     heads = support._split_problem(
         SimpleNamespace(tp_size=4, attn_dp_size=1), {"num_attention_heads": 6, "num_key_value_heads": 3}
     )
-    return findings_table([*found, *backends, unsupported.Unsupported(f"for example {heads}")])
+    listed = findings_table([*found, *backends, unsupported.Unsupported(f"for example {heads}")])
+    return f"{listed}\n\nRefused, as SGLang's scheduler would end, for example: {_kept_rows()}"
+
+
+def _kept_rows() -> str:
+    arguments = dict.fromkeys(support._KEEP_ROWS, True) | {"attn_dp_size": 1, "chunked_prefill_size": 2048}
+    try:
+        support.check_kept_rows(SimpleNamespace(**arguments), max_running_requests=256, block_size=16)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("4,096 rows are not refused where 2,048 are kept")
 
 
 def ask(rule: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:

@@ -132,9 +132,10 @@ def test_dflash_does_not_start_without_an_activated_plugin(fault, words):
     [
         (TARGET, ("--disaggregation-mode", "decode"), "--disaggregation-mode"),
         (TARGET, ("--enable-hierarchical-cache",), "--enable-hierarchical-cache"),
+        (TARGET, ("--enable-return-routed-experts",), "--enable-return-routed-experts"),
         (Lfm2Config(architectures=["Lfm2ForCausalLM"], num_hidden_layers=4), (), "Lfm2ForCausalLM"),
     ],
-    ids=["disaggregation", "hierarchical cache", "LFM2"],
+    ids=["disaggregation", "hierarchical cache", "experts", "LFM2"],
 )
 def test_what_needs_a_gpu_is_refused_on_a_cpu(target, flags, word, draft, tmp_path):
     if target != TARGET:

@@ -18,6 +18,7 @@ from sglang_dflash.srt.arg_groups.options import (
     simulates_one_length,
 )
 from sglang_dflash.srt.arg_groups.support import (
+    check_kept_rows,
     choose_draft_attention,
     draft_attention_findings,
     find_unsupported,
@@ -131,6 +132,8 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     block_size = choose_block_size(args, draft)
     check_simulated_lens(block_size)
     check_copy_ahead(block_size)
+    max_running_requests = args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS
+    check_kept_rows(args, max_running_requests, block_size)
     is_recurrent = mambaish_config(target_model) is not None
     if is_recurrent:
         check_states_are_committed(target_model)
@@ -167,7 +170,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         speculative_num_draft_tokens=block_size,
         speculative_draft_attention_backend=draft_backend,
         speculative_draft_model_quantization=None,  # our model reads the file's own scheme
-        max_running_requests=args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS,
+        max_running_requests=max_running_requests,
         **adjusted,
     )
     # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
@@ -177,7 +180,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         block_size,
         block_size - 1,
         draft.num_drafting_rows,
-        args.max_running_requests,
+        max_running_requests,
     )
 
 

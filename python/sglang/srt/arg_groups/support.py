@@ -61,6 +61,9 @@ _FLAGS = (
     ("enable_amd_monokernel", False, "monokernels", True, ""),
 )
 
+# Fields of ServerArgs for which SGLang keeps something of each row of a forward. It counts a row a request.
+_KEEP_ROWS = ("enable_return_routed_experts", "enable_return_indexer_topk")
+
 
 def find_unsupported(server_args: Any) -> list[Unsupported]:
     """List everything in these arguments that our DFLASH does not serve."""
@@ -103,6 +106,19 @@ def flag_findings(args: Any) -> list[Unsupported]:
     if args.device == "cpu" and backend != CPU_ATTENTION_BACKEND:
         found.append(Unsupported(f"--attention-backend {backend} on a CPU (only {CPU_ATTENTION_BACKEND})"))
     return found
+
+
+def check_kept_rows(args: Any, max_running_requests: int, block_size: int) -> None:
+    """Raise ValueError if a verify has more rows than SGLang keeps something of."""
+    flags = [flag_of(field) for field in _KEEP_ROWS if getattr(args, field)]
+    requests, chunk = max_running_requests // args.attn_dp_size, max(args.chunked_prefill_size or 0, 0)
+    kept, rows = max(requests, chunk), requests * block_size
+    if flags and rows > kept:
+        raise ValueError(
+            f"{flags[0]}: SGLang keeps {kept} rows of a forward, the larger of --chunked-prefill-size and "
+            f"--max-running-requests. A verify of {requests} requests x blocks of {block_size} has {rows}. "
+            f"Give --chunked-prefill-size {rows * args.attn_dp_size}, or fewer --max-running-requests."
+        )
 
 
 def dp_attention_findings(args: Any) -> list[Unsupported]:

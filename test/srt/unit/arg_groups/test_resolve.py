@@ -159,6 +159,36 @@ def test_basic_mode_leaves_out_what_is_extra(monkeypatch, caplog):
         assert part in said
 
 
+@pytest.mark.parametrize("field", ["enable_return_routed_experts", "enable_return_indexer_topk"])
+@pytest.mark.parametrize(
+    "given, kept, rows",
+    [
+        ({"chunked_prefill_size": 2048, "max_running_requests": 256}, None, 256 * 8),
+        ({"chunked_prefill_size": 2048, "max_running_requests": 257}, 2048, 257 * 8),
+        ({"chunked_prefill_size": 2048, "max_running_requests": 256, "attn_dp_size": 2}, None, 128 * 8),
+        ({"chunked_prefill_size": 512, "max_running_requests": 256, "attn_dp_size": 2}, 512, 128 * 8),
+        ({"chunked_prefill_size": 256}, 256, 48 * 8),
+        ({"chunked_prefill_size": 256, "speculative_num_draft_tokens": 4}, None, 48 * 4),
+        ({"chunked_prefill_size": -1, "max_running_requests": 2}, 2, 16),
+        (
+            {"max_running_requests": 300, "chunked_prefill_size": 100, "speculative_num_draft_tokens": 1},
+            None,
+            0,
+        ),
+    ],
+)
+def test_rows_that_sglang_keeps_are_those_of_a_verify(field, given, kept, rows):
+    """SGLang's buffer of `max(chunk, requests)` rows ends the scheduler at a larger verify."""
+    if "attn_dp_size" in given:
+        given = given | {"tp_size": 2, "enable_dp_lm_head": True}
+    if kept is None:
+        assert not Implementation.from_server_args(resolve(record_of(**given, **{field: True}))).is_builtin
+        return
+    resolve(record_of(**given))  # what keeps no rows starts
+    with pytest.raises(ValueError, match=f"keeps {kept} rows .* has {rows}. Give"):
+        resolve(record_of(**given, **{field: True}))
+
+
 # Found after ours was chosen: name -> (changes to the draft's config, arguments, words of the refusal)
 REFUSED_LATER = {
     "no draft": ({}, {"speculative_draft_model_path": None}, "needs a draft"),

@@ -20,6 +20,7 @@ _CPU_BACKEND_ON_THE_LISTS = "intel_amx"
 FEATURES: tuple[tuple[str, Any, str], ...] = (
     ("disaggregation_mode", "null", "prefill/decode disaggregation (--disaggregation-mode)"),
     ("enable_hierarchical_cache", False, "the hierarchical cache (--enable-hierarchical-cache)"),
+    ("enable_return_routed_experts", False, "experts in answers (--enable-return-routed-experts)"),
 )
 # Model types with recurrent layers whose operators the CPU runtime has.
 RECURRENT_TARGETS: tuple[str, ...] = ("qwen3_5_text", "qwen3_5_moe_text")
