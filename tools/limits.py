@@ -212,6 +212,7 @@ def targets() -> str:
             f"- Compared with Hugging Face's states: {names(kinds.VERIFIED_TARGETS)}.",
             f"- Refused: {', '.join(wrong)}, and classes whose hidden states SGLang does not capture.",
             "- Any other class: served with a warning.",
+            f"- Refused: targets with {names(kinds._N_GRAM_FIELDS)}, as a verify would embed other n-grams.",
             f"- A draft may read the last layer of {names(draft_kinds._CAPTURES_LAST_LAYER)}; "
             "of others it is refused, as SGLang does not capture it.",
         )

@@ -37,7 +37,7 @@ from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import quantization_of
 from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE, DFlashOptions
-from sglang_dflash.srt.speculative.targets.kinds import find_capture_method
+from sglang_dflash.srt.speculative.targets.kinds import check_embedding, find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
 logger = logging.getLogger(__name__)
@@ -201,6 +201,7 @@ def load_and_check_configs(args: Any) -> Configs:
     target = get_config(args.model_path, revision=args.revision, **options)
     draft = get_config(checkpoint, revision=args.speculative_draft_model_revision, **options)
     find_capture_method(target.architectures)  # refuse what no draft could read before faults in this one
+    check_embedding(target)
     config = read_draft_config(draft, checkpoint)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())

@@ -10,6 +10,7 @@ from sglang_dflash.srt.hardware_backend.cpu.arguments import check_runs_on_cpu
 from sglang_dflash.srt.speculative.targets import kinds as target_kinds
 from sglang_dflash.srt.speculative.targets.kinds import (
     VERIFIED_TARGETS,
+    check_embedding,
     configure_capture,
     find_capture_method,
 )
@@ -71,6 +72,15 @@ def registry(monkeypatch):
     }
     module = SimpleNamespace(ModelRegistry=SimpleNamespace(models=models))
     monkeypatch.setitem(__import__("sys").modules, "sglang.srt.models.registry", module)
+
+
+@pytest.mark.parametrize("field, value", [("use_ngram_embedding", True), ("engram_layer_ids", [1])])
+def test_embeddings_of_several_tokens_are_refused(field, value):
+    config = SimpleNamespace(architectures=["LongcatFlashForCausalLM"], use_ngram_embedding=False)
+    check_embedding(config)
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=f"LongcatFlashForCausalLM with {field}"):
+        check_embedding(config)
 
 
 @pytest.mark.parametrize("name, method", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])

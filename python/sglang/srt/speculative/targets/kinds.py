@@ -53,6 +53,17 @@ _CAPTURES_WRONG_STATES = {
     "Gemma3ForConditionalGeneration": "its hidden states without the residual",
 }
 
+# Fields of a target whose embedding depends on earlier tokens. SGLang passes it those of prefills and of
+# single steps alone.
+_N_GRAM_FIELDS = ("use_ngram_embedding", "engram_layer_ids")
+
+
+def check_embedding(config: Any) -> None:
+    """Raise ValueError if a target embeds n-grams, by its Hugging Face config."""
+    if fields := [field for field in _N_GRAM_FIELDS if getattr(config, field, None)]:
+        name = next(iter(config.architectures or ()), None)
+        raise ValueError(f"DFLASH cannot serve {name} with {fields[0]}: a verify would embed other n-grams.")
+
 
 def find_capture_method(architectures: Sequence[str] | None) -> str:
     """Return the method that takes the layers to capture of a target.
