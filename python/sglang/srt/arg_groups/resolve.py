@@ -171,16 +171,21 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         speculative_draft_attention_backend=draft_backend,
         speculative_draft_model_quantization=None,  # our model reads the file's own scheme
         max_running_requests=max_running_requests,
+        # For DFLASH alone SGLang lets requests wait until 2 to 4 slots are free, as a draft's prefill costs a
+        # forward. Ours costs none (benchmark/results/free-slots.md).
+        min_free_slots_delay=args.min_free_slots_delay or 1,
         **adjusted,
     )
     # Two counts that confuse people: SGLang's includes the anchor, the training library's does not.
     logger.info(
         "DFLASH: num_draft_tokens=%d counts the anchor; speculative_tokens=%d are drafted per step "
-        "(trained: %d). At most %d running requests.",
+        "(trained: %d). At most %d running requests, admitted from %d free slots on "
+        "(--min-free-slots-delay).",
         block_size,
         block_size - 1,
         draft.num_drafting_rows,
         max_running_requests,
+        args.min_free_slots_delay,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 from serving import DRAFT, HYBRID_DRAFT, HYBRID_TARGET
 from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.managers.min_free_slots_delayer import resolve_min_free_slots
 from support.drafts import REMOVE, make_draft
 from support.records import changed_draft, quantize_draft, record_of, resolve
 from support.releases import IS_0_5_22
@@ -44,6 +45,17 @@ def test_flags_that_plain_sglang_overrides_get_a_warning(field, value, words, ca
     assert (args.speculative_num_steps, args.speculative_eagle_topk) == (1, 1)
     [warning] = [text.getMessage() for text in caplog.records if "DFLASH ignores" in text.getMessage()]
     assert words in warning
+
+
+@pytest.mark.parametrize("given, served, waits_for", [({}, 1, None), ({"min_free_slots_delay": 3}, 3, 3)])
+def test_a_free_slot_is_given_at_once_unless_a_user_wants_it_otherwise(given, served, waits_for, caplog):
+    caplog.set_level(logging.INFO)
+    args = resolving_view(resolve(record_of(**given)))
+    found = resolve_min_free_slots(
+        args.min_free_slots_delay, args.max_running_requests, is_dflash_family=True
+    )
+    assert found == waits_for
+    assert f"At most 48 running requests, admitted from {served} free slots on" in caplog.text
 
 
 NO_CACHE = {"enable_mixed_chunk": True, "disable_radix_cache": True}
