@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 # What is off if one of its names is gone.
 ROWS = "numbers of verified tokens per request on a GPU"
-PLANS = "--speculative-plans-within-bounds"
+WAIT = "SGLANG_DFLASH_WAIT_UNDER_DRAFT"
 ON_CPU = "attention and reordered weights on a CPU"
 
 
@@ -85,7 +85,6 @@ managers.schedule_batch.Req
   dflash_utils.py write reasoning_tokens: none behind the stop
   request_fields.py write origin_input_ids: an empty prompt
 managers.schedule_batch.ScheduleBatch
-  cycle/lengths.py write seq_lens_cpu seq_lens_sum: bounds of lengths
   cycle/verify.py write forward_mode input_ids out_cache_loc seq_lens_cpu seq_lens_sum spec_info: the verify
   dflash_info.py write seq_lens_cpu seq_lens_sum: reserved slots
   parallel.py write spec_info: a step of other ranks
@@ -163,22 +162,11 @@ speculative.ragged_verify.RaggedVerifyLayout
     ),
     *_reaches(
         """
-flashinfer.prefill.BatchPrefillWithPagedKVCacheWrapper
-  layers/attention/flashinfer_keys.py read _fixed_batch_size: requests of a graph
-  layers/attention/flashinfer_keys.py write _paged_kv_indices_buf _paged_kv_indptr_buf: shared keys
-  layers/attention/flashinfer_keys.py write _qo_indptr_buf: shared queries
-  layers/attention/flashinfer_plans.py read _cached_module _fixed_batch_size: our plans
-  layers/attention/flashinfer_plans.py read _float_workspace_buffer _int_workspace_buffer: our plans
-  layers/attention/flashinfer_plans.py write _plan_info: our plans
-layers.attention.flashinfer_backend.FlashInferAttnBackend
-  layers/attention/flashinfer_plans.py override init_forward_metadata_out_graph: plan within bounds
-speculative.spec_info.SpecInput
-  layers/attention/flashinfer_plans.py write ragged_verify_layout: hidden while a graph's kernel is chosen
 managers.overlap_utils.FutureMap
-  cycle/lengths.py override resolve_seq_lens_cpu: do not wait for lengths
-  cycle/lengths.py write needs_cpu_seq_lens: do not wait for lengths
+  cycle/lengths.py override resolve_seq_lens_cpu: the cycle waits for lengths
+  cycle/lengths.py write needs_cpu_seq_lens: the cycle waits for lengths
 """,
-        feature=PLANS,
+        feature=WAIT,
     ),
     *_reaches(
         """

@@ -27,80 +27,78 @@ from sglang_dflash.srt.plugins.patch import installed_version
 
 pytestmark = [pytest.mark.server, on_cpu]
 
+# Waits, plans and replays between two publications of lengths.
+UNDER_THE_DRAFT = ("draft", "wait", "plan", "target")
+
 
 @pytest.fixture(scope="module")
 def expected(servers, reference) -> Expected:
     return Expected(servers, reference)
 
 
+LATE = Scene("flashinfer", draft="fa3", waits_under_draft=True)
+
+
 @pytest.fixture(scope="module")
-def flashinfer(expected) -> Iterator[Rehearsal]:
+def late(expected) -> Iterator[Rehearsal]:
     expected.answers(DRAFT, greedy_requests())  # first, so that fewer servers run at a time
-    with rehearse(Scene("flashinfer", plans_within_bounds=True), DRAFT, NO_CACHE) as played:
+    with rehearse(LATE, DRAFT, NO_CACHE) as played:
         yield played
 
 
 def test_dflash_on_flashinfer(expected):
-    """By default the plans are SGLang's, and each decode step waits for the lengths of the last one."""
+    """By default each decode step waits for the lengths of the last one, before its draft."""
     with expected.rehearsed(Scene("flashinfer"), DRAFT) as played:
         assert_launches(played, "flashinfer-dflash")
-        assert "lengths" in played.waits() and "speculative_plans" not in played.state()
+        assert set(map(tuple, played.orders())) == {("wait", "plan", "draft", "plan", "target")}
         backends = {(note["role"], note["name"]) for note in played.notes("backend")}
         assert backends == {(role, "FlashInferAttnBackend") for role in ("target", "draft")}
 
 
-def test_plans_within_bounds(flashinfer, expected):
-    expected.compare(flashinfer, DRAFT, greedy_requests())
-    assert_launches(flashinfer, "flashinfer-bounds-dflash")
-    assert flashinfer.waits() == []
+def test_the_wait_under_the_draft(late, expected):
+    """The draft is launched with the device's lengths. The verify is planned with exact ones."""
+    expected.compare(late, DRAFT, greedy_requests())
+    assert_launches(late, "flashinfer-late-dflash")
+    assert set(map(tuple, late.orders())) == {UNDER_THE_DRAFT}
+    assert set(late.waits()) == {"lengths"}
 
 
-def test_plans_hold_for_lengths_that_the_host_does_not_know(flashinfer, reference):
-    """Keys cross the edges of FlashInfer's chunks, and no decode step waits for a length."""
+def test_keys_that_cross_the_edges_of_chunks(late, reference):
     requests = requests_across_chunks()
-    flashinfer.forget()
-    answers = flashinfer.server.generate_many(requests, 2)
+    late.forget()
+    answers = late.server.generate_many(requests, 2)
     assert_same(requests, answers, reference.answers(requests))
-    assert flashinfer.problems() == [] and flashinfer.waits() == []
-    assert flashinfer.state()["speculative_plans"].keys() == {"plans"}
+    assert late.problems() == [] and set(map(tuple, late.orders())) == {UNDER_THE_DRAFT}
 
 
 @pytest.fixture
-def plant(flashinfer) -> Iterator:
+def plant(late) -> Iterator:
     """Plant a fault, send two requests, and return the answers."""
 
     def plant_and_send(fault: str, requests: Sequence[dict] | None = None) -> list[dict]:
-        flashinfer.forget()
-        flashinfer.plant(fault)
-        return flashinfer.server.generate_many(requests or greedy_requests()[:2], 2)
+        late.forget()
+        late.plant(fault)
+        return late.server.generate_many(requests or greedy_requests()[:2], 2)
 
     yield plant_and_send
-    flashinfer.plant("")
+    late.plant("")
 
 
-def test_a_wrong_host_length_is_noticed(flashinfer, plant):
+def test_a_wrong_host_length_is_noticed(late, plant):
     plant("wrong host length")
-    assert any("keys on the host" in problem for problem in flashinfer.problems())
+    assert any("keys on the host" in problem for problem in late.problems())
 
 
-def test_plans_with_plain_upper_bounds_are_noticed(flashinfer, plant):
-    plant("plain upper bounds", requests_across_chunks())
-    assert any("chunks of" in problem for problem in flashinfer.problems())
+def test_a_plan_before_the_lengths_is_noticed(late, plant):
+    """Its pinned memory may hold the last plan, whose copy waits behind the last verify."""
+    plant("no wait")
+    assert any("overwritten before its copy is over" in problem for problem in late.problems())
+    assert set(map(tuple, late.orders())) == {("draft", "plan", "target")}
 
 
-@pytest.mark.parametrize("fault", ["no plan", "another chunk than planned"])
-def test_without_a_plan_that_holds_the_device_is_asked(fault, flashinfer, plant, reference):
-    requests = requests_across_chunks()
-    before = flashinfer.state()["speculative_plans"].get("exact_plans", 0)
-    assert_same(requests, plant(fault, requests), reference.answers(requests))
-    # A cycle that plans twice waits for an event before it reuses a buffer. A CPU's events never wait.
-    assert [problem for problem in flashinfer.problems() if "pinned memory" not in problem] == []
-    assert flashinfer.state()["speculative_plans"]["exact_plans"] > before
-
-
-def test_an_overwritten_plan_is_noticed(flashinfer, plant):
-    plant("one staging buffer")
-    assert any("overwritten before its copy is over" in problem for problem in flashinfer.problems())
+def test_a_second_wait_is_noticed(late, plant):
+    plant("second wait")
+    assert set(map(tuple, late.orders())) == {("wait", *UNDER_THE_DRAFT)}
 
 
 def test_stale_states_are_noticed(plant, expected, reference):
@@ -113,20 +111,20 @@ def test_stale_states_are_noticed(plant, expected, reference):
 
 
 @pytest.mark.skipif(installed_version() != SUPPORTED[-1], reason="counts operations of the newest SGLang")
-def test_a_new_host_read_is_noticed(flashinfer, plant):
+def test_a_new_host_read_is_noticed(late, plant):
     plant("host read")
     with pytest.raises(AssertionError, match="tolist <- dflash_worker.py run_cycle"):
-        assert_launches(flashinfer, "flashinfer-bounds-dflash")
+        assert_launches(late, "flashinfer-late-dflash")
 
 
-def test_a_read_of_rows_that_may_have_another_owner_is_noticed(flashinfer, plant):
+def test_a_read_of_rows_that_may_have_another_owner_is_noticed(late, plant):
     plant("late read")
-    assert any("SGLang may have rewritten it: ['clone <- " in problem for problem in flashinfer.problems())
+    assert any("SGLang may have rewritten it: ['clone <- " in problem for problem in late.problems())
 
 
-def test_a_kernel_that_is_compiled_in_a_step_is_noticed(flashinfer, plant):
+def test_a_kernel_that_is_compiled_in_a_step_is_noticed(late, plant):
     plant("new kernel")
-    assert any("block_offsets_kernel is compiled in a step" in problem for problem in flashinfer.problems())
+    assert any("block_offsets_kernel is compiled in a step" in problem for problem in late.problems())
 
 
 def test_peagle_on_fa3(expected):

@@ -8,7 +8,6 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
-from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ from support.rehearsal.compare import (
 )
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
-from support.servers import patched, wait_for_end
+from support.servers import patched
 from transformers import AutoModelForCausalLM
 
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
@@ -55,11 +54,10 @@ DRAFTS = {"dflash": DRAFT, "speculators": SPECULATORS_DRAFT, "peagle": PEAGLE_DR
 WINDOW = 12
 # TensorRT-LLM's kernels read whole pages.
 PAGES = {"trtllm_mha": ("--page-size", 16)}
-BOUNDS = Scene("flashinfer", plans_within_bounds=True)
-TRTLLM = Scene("trtllm_mha", plans_within_bounds=True)  # the draft runs on FlashInfer
+LATE = Scene("flashinfer", draft="fa3", waits_under_draft=True)
+TRTLLM = Scene("trtllm_mha")  # the draft runs on FlashInfer
 TRITON = Scene("triton", buckets=(4,))  # interpreted, on short requests
 DFLASH_AND_PEAGLE = pytest.mark.parametrize("draft", [DRAFT, PEAGLE_DRAFT], ids=["dflash", "peagle"])
-NUM_GRAPHS = 2 * 3  # of target and draft, for 1, 2 and 4 requests
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +87,14 @@ def test_backend_and_draft(backend, draft, expected):
             assert_launches(played, f"{backend}-{draft}")
 
 
+@pytest.mark.parametrize("draft_backend", ["fa3", "triton"])
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_plans_within_bounds(draft, expected):
-    with expected.rehearsed(BOUNDS, DRAFTS[draft]) as played:
-        if draft in ("dflash", "dflash2"):  # the others have sliding layers, for which FlashInfer waits
-            assert played.waits() == []
-        if draft in ("dflash", "peagle"):
-            assert_launches(played, f"flashinfer-bounds-{draft}")
+def test_the_wait_under_the_draft(draft, draft_backend, expected):
+    """The draft runs on a backend that needs no lengths on the host: Triton's on Ampere and Ada."""
+    requests = greedy_requests(3, 16) if draft_backend == "triton" else None
+    scene = replace(LATE, draft=draft_backend)
+    with expected.rehearsed(scene, DRAFTS[draft], requests=requests) as played:
+        assert set(map(tuple, played.orders())) == {("draft", "wait", "plan", "target")}
 
 
 @pytest.mark.parametrize("draft", ["dflash", "peagle"])
@@ -103,8 +102,7 @@ def test_trtllm_mha(draft, expected):
     """SGLang's default for the target on a Blackwell GPU. The draft runs on FlashInfer."""
     with expected.rehearsed(TRTLLM, DRAFTS[draft], pages=PAGES["trtllm_mha"]) as played:
         backends = {note["role"]: note["name"] for note in played.notes("backend")}
-        assert backends == {"target": "TRTLLMHAAttnBackend", "draft": "PlansBlocks"}  # ours, of FlashInfer
-        assert draft == "peagle" or played.waits() == []
+        assert backends == {"target": "TRTLLMHAAttnBackend", "draft": "FlashInferAttnBackend"}
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
@@ -163,25 +161,24 @@ def test_sliding_layers(backend, draft, expected, tmp_path):
 
 
 def test_peagle_on_flashinfer_without_sliding_layers(expected, tmp_path):
-    """Blocks that end at a bound of the length. The bundled draft has a sliding layer, and waits."""
+    """Blocks end at a row that the length decides. The bundled draft has two wrappers for a sliding layer."""
     draft = copy_with_layers(PEAGLE_DRAFT, tmp_path, "full_attention")
-    with expected.rehearsed(BOUNDS, draft) as played:
-        assert played.waits() == []
+    with expected.rehearsed(Scene("flashinfer"), draft):
+        pass
 
 
 def test_basic_mode(expected, reference):
-    """SGLang's own plans, which wait for exact lengths, although bounds are on. So is the FP8 head."""
+    """SGLang's relay, which waits before the draft, although the wait under it and the FP8 head are on."""
     plain = {"SGLANG_DFLASH_BASIC": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
     requests = greedy_requests()
     wanted = expected.answers(DRAFT, requests)
-    with rehearse(BOUNDS, DRAFT, NO_CACHE, environment=plain) as played:
+    with rehearse(LATE, DRAFT, NO_CACHE, environment=plain) as played:
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, reference.answers(requests))
         assert acceptance(answers) == acceptance(wanted)
         assert all("is compiled in a step" in problem for problem in played.problems()), "no start-up cycles"
         assert played.problems() != [] and played.steps_without_graphs() == []
-        assert played.waits() != []
-        assert "speculative_plans" not in played.state(), "none is ours"
+        assert set(map(tuple, played.orders())) == {("wait", "draft", "plan", "target")}
 
 
 def test_cycles_at_start_up_that_fail(expected, reference):
@@ -196,37 +193,17 @@ def test_cycles_at_start_up_that_fail(expected, reference):
         assert played.steps_without_graphs() == []
 
 
-def test_checked_plans(reference):
-    """Let the server compare its plans with the device's lengths itself, and end on a difference."""
-    requests, checking = requests_across_chunks(), {"SGLANG_DFLASH_CHECK_PLANS": "1"}
-    with rehearse(BOUNDS, DRAFT, NO_CACHE, environment=checking) as played:
-        answers = played.server.generate_many(requests, 2)
-        assert_same(requests, answers, reference.answers(requests))
-        assert played.problems() == [] and played.waits() == []
-        plans = played.state()["speculative_plans"]
-        assert plans.keys() == {"plans", "checked_plans"}
-        # A graph's plan is checked when it plans again.
-        assert 0 < plans["plans"] - plans["checked_plans"] <= NUM_GRAPHS
-        played.plant("plain upper bounds")
-        # The requests of a server that ends get no answer.
-        with pytest.raises((OSError, HTTPException)):
-            played.server.generate_many(requests, 2)
-        assert wait_for_end(played.server) not in (None, 0)
-        assert "Please report this" in played.server.log()
-
-
-def test_a_batch_beyond_the_captured_sizes_waits(expected, reference):
-    """Its cycles run without graphs, with FlashInfer's own plans of exact lengths. That is counted."""
+def test_a_batch_beyond_the_captured_sizes(expected, reference):
+    """Its cycles run without graphs, with FlashInfer's own plans of the lengths waited for."""
     requests = greedy_requests(3)
     expected.answers(DRAFT, requests)
-    with rehearse(replace(BOUNDS, buckets=(1, 2)), DRAFT, NO_CACHE) as played:
+    with rehearse(replace(LATE, buckets=(1, 2)), DRAFT, NO_CACHE) as played:
         answers = played.server.generate_many(requests, 3)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == []
         assert acceptance(answers) == acceptance(expected.answers(DRAFT, requests))
         beyond = [step for step in played.steps_without_graphs() if step["bs"] > 2]
-        assert len(beyond) == played.state()["speculative_plans"]["cycles_without_graph"] > 0
-        assert played.steps_without_graphs() == beyond
+        assert beyond and played.steps_without_graphs() == beyond
 
 
 def kinds_of_requests() -> list[dict]:
@@ -248,7 +225,7 @@ OWN_LENGTHS = pytest.mark.parametrize(
     [
         (Scene("fa3"), "dflash"),
         (Scene("fa3"), "peagle"),
-        (BOUNDS, "dflash2"),
+        (Scene("fa3"), "dflash2"),
         (TRTLLM, "dflash"),
         (TRITON, "dflash"),
     ],
@@ -271,7 +248,7 @@ def test_own_lengths(scene, draft, servers, reference, tmp_path):
             assert_same(requests[: len(found)], found, reference.answers(requests[: len(found)]))
             assert acceptance(found) == acceptance(expected)
         width = assert_target_graphs(played)["speculative_width"]
-        assert played.waits() == []
+        assert scene == TRTLLM or played.waits() == []
         assert_graphs_of_rows(played, len(scene.buckets))
         assert width["candidates"] and width["blocks_per_length"].keys() == {str(min(cap, 6)) for cap in caps}
 
@@ -285,22 +262,22 @@ def test_own_lengths_that_change(scene, draft, reference, tmp_path):
         answers = played.server.generate_many(requests, CONCURRENCY)
         assert_same(requests, answers, reference.answers(requests))
         width = assert_target_graphs(played)["speculative_width"]
-        assert played.waits() == []
+        assert scene == TRTLLM or played.waits() == []
         assert len(width["blocks_per_length"]) > 1
         assert scene == TRITON or {step["replays"]["draft"] for step in played.notes("step")} == {0, 1}
         assert sum(map(sum, acceptance(answers))) > 0
 
 
-@pytest.mark.parametrize("scene", [BOUNDS, TRTLLM], ids=backend_of)
-def test_own_lengths_with_copies(scene, reference, tmp_path):
-    assert_copies_beside_drafts(scene, reference, tmp_path, *PAGES.get(scene.backend, ()))
+def test_own_lengths_with_copies(reference, tmp_path):
+    scene = replace(TRTLLM, draft="fa3")
+    assert_copies_beside_drafts(scene, reference, tmp_path, *PAGES["trtllm_mha"])
 
 
-@pytest.mark.parametrize("scene", [Scene("fa3"), BOUNDS], ids=backend_of)
+@pytest.mark.parametrize("scene", [Scene("fa3"), TRTLLM], ids=backend_of)
 def test_own_lengths_of_one_request(scene, reference, tmp_path):
     """Start-up's cycles fit a server whose buffers hold one request."""
     requests = greedy_requests(2, 16)
-    arguments = "--max-running-requests", 1, *verifying(tmp_path, *CHANGING)
+    arguments = "--max-running-requests", 1, *verifying(tmp_path, *CHANGING), *PAGES.get(scene.backend, ())
     with rehearse(replace(scene, buckets=(1,)), DRAFT, *arguments) as played:
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
@@ -330,21 +307,19 @@ def test_own_lengths_from_the_break_even(draft, expected, reference):
         assert sum(width["blocks_per_length"].values()) > 0 and sum(map(sum, acceptance(answers))) > 0
 
 
-@pytest.mark.parametrize("scene", [Scene("fa3", buckets=(1,)), replace(BOUNDS, buckets=(1,))], ids=backend_of)
 @DFLASH_AND_PEAGLE
-def test_rows_that_are_free_at_every_load(scene, draft, reference):
+def test_rows_that_are_free_at_every_load(draft, reference):
     """One load has none to be dearer than. So verifies are measured here, and all blocks are whole."""
     requests, measured = greedy_requests(2, 16), {"SERVER_PATCH": "rehearsal"}
     arguments = NO_CACHE, "--max-running-requests", 1, "--speculative-adaptive"
-    with rehearse(scene, draft, *arguments, environment=measured) as played:
+    with rehearse(Scene("fa3", buckets=(1,)), draft, *arguments, environment=measured) as played:
         assert "rows are free up to 1 requests" in played.server.log()
         captures = Counter(note["role"] for note in played.notes("capture"))
         assert captures == {"draft": 1, "target": 1}
         answers = played.server.generate_many(requests, 1)
         assert_same(requests, answers, reference.answers(requests))
         assert played.problems() == [] and played.steps_without_graphs() == []
-        bounds, name = "-bounds" * scene.plans_within_bounds, "dflash" if draft == DRAFT else "peagle"
-        assert_launches(played, f"{scene.backend}{bounds}-{name}")
+        assert_launches(played, "fa3-dflash" if draft == DRAFT else "fa3-peagle")
 
 
 @DFLASH_AND_PEAGLE
@@ -356,9 +331,7 @@ def test_nothing_drafted(draft, reference):
         assert {json.dumps(step["replays"]) for step in played.notes("step")} == {'{"target": 1, "draft": 0}'}
 
 
-@pytest.mark.parametrize(
-    "scene", [Scene("flashinfer"), BOUNDS, Scene("fa3")], ids=["default", "bounds", "fa3"]
-)
+@pytest.mark.parametrize("scene", [Scene("flashinfer"), LATE, Scene("fa3")], ids=["default", "late", "fa3"])
 def test_kinds_of_requests(scene, expected, reference):
     """Mix grammars, penalties and log probabilities in one batch."""
     requests = kinds_of_requests()
@@ -371,7 +344,7 @@ def test_kinds_of_requests(scene, expected, reference):
     assert [entry[0] for entry in found] == pytest.approx([entry[0] for entry in wanted], abs=1e-4)
 
 
-@pytest.mark.parametrize("scene", [Scene("flashinfer"), BOUNDS], ids=["default", "bounds"])
+@pytest.mark.parametrize("scene", [Scene("flashinfer"), LATE], ids=["default", "late"])
 @DFLASH_AND_PEAGLE
 def test_mixed_prefill_shared_prefixes_and_retraction(scene, draft, reference):
     """Compare the output only, because block starts depend on timing.

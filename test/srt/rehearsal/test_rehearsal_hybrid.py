@@ -63,7 +63,7 @@ def test_whole_blocks(target, servers):
     ("scene", "draft"),
     [
         (Scene("fa3"), "dflash"),
-        (Scene("flashinfer", plans_within_bounds=True), "dflash2"),
+        (Scene("fa3"), "dflash2"),
         (Scene("trtllm_mha"), "dflash2"),
     ],
     ids=lambda value: getattr(value, "backend", value),

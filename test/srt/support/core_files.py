@@ -12,7 +12,6 @@ CORE = (
     "test_kernel_comparisons.py",
     "test_kernel_compile.py",
     "test_kernels.py",
-    "test_kv_chunks.py",
     "test_penalty_kernels.py",
     "test_published_configs.py",
     "test_quiet_start.py",

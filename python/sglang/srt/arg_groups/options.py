@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option
 from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, AdaptiveSettings
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _OFF_IN_BASIC_MODE = (
 )
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
-    "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS,
+    "the wait under the draft": DFlashOptions.WAIT_UNDER_DRAFT,
     "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,
 }
 
@@ -58,6 +58,13 @@ class _TurnOffAdaptive(_TurnOn):
     def __call__(self, parser, namespace, values, option_string=None):
         super().__call__(parser, namespace, values, option_string)
         namespace.speculative_adaptive = False
+
+
+class _Left(argparse.Action):
+    """Refuse a flag that left, and say what replaces it."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.error(f"{self.option_strings[0]} has left the plugin: {LEFT[self.option_strings[0]]}.")
 
 
 def _draft_quantization(method: str) -> str:
@@ -118,13 +125,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         option="COPY_AHEAD",
     )
     add(
-        "--speculative-plans-within-bounds",
-        "FlashInfer on a GPU, experimental: plan a cycle with bounds of its lengths, so that the host does "
-        "not wait for the last one. With --speculative-adaptive, requests then have lengths of their own.",
-        action=_TurnOn,
-        option="PLANS_WITHIN_BOUNDS",
-    )
-    add(
         "--speculative-dflash-strict",
         "If this plugin does not serve a draft, flag or device that SGLang's built-in DFLASH serves, end the "
         "start. By default the built-in serves, and a warning says why.",
@@ -138,6 +138,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=_TurnOffAdaptive,
         option="NO_ADAPTIVE",
     )
+    for flag in (name for name in LEFT if name.startswith("--")):
+        add(flag, argparse.SUPPRESS, action=_Left, nargs="?")
 
 
 def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurrent: bool) -> None:

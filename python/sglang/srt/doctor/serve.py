@@ -155,9 +155,9 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
         found |= {
             "adaptive width": ", ".join(map(str, widths)) if adaptive else False,
             "copies": DFlashOptions.COPY_AHEAD.get(),
-            "FlashInfer plans within bounds": DFlashOptions.PLANS_WITHIN_BOUNDS.get(),
             "drawn drafts": bool(args.speculative_use_rejection_sampling),
             "draft head": DFlashOptions.DRAFT_HEAD_DTYPE.get(),
+            "wait under the draft": DFlashOptions.WAIT_UNDER_DRAFT.get(),
             "draft's window": args.speculative_draft_window_size or False,
         }
     found |= {

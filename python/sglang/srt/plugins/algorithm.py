@@ -3,7 +3,6 @@
 `patches.py` lists what SGLang has no registry for.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.plugins import patch, patches
 from sglang_dflash.srt.plugins.refusals import check_activation
+from sglang_dflash.srt.reaches import WAIT, require
 
 # SGLang reserves the name DFLASH, so our algorithm has another name in the registry.
 NAME = "SGLANG_DFLASH"
@@ -56,14 +56,15 @@ class DFlashAlgorithm(CustomSpecAlgo):
         return prepare_scheduler()
 
     def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        """Return SGLang's relay between steps, or ours, which knows bounds of lengths."""
+        """Return SGLang's relay between steps, or ours, with which a cycle waits for its lengths."""
         from sglang.srt.managers.overlap_utils import FutureMap
 
         relay = FutureMap
-        if DFlashOptions.PLANS_WITHIN_BOUNDS.get():
-            from sglang_dflash.srt.speculative.cycle.lengths import KnownLengthsMap
+        if DFlashOptions.WAIT_UNDER_DRAFT.get():
+            from sglang_dflash.srt.speculative.cycle.lengths import LateLengths
 
-            relay = KnownLengthsMap
+            require(WAIT)
+            relay = LateLengths
         return relay(*args[:1], self, *args[1:], **kwargs)
 
     def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
@@ -107,18 +108,9 @@ def register_in_front_end() -> None:
 
 
 def register_in_scheduler() -> None:
-    """Register our draft models, and our FlashInfer backend if it is on.
-
-    They replace two models and a backend that SGLang has under the same names.
-    """
-    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    """Register our draft models, which replace two that SGLang has under the same names."""
     from sglang.srt.models.registry import ModelRegistry
 
-    if DFlashOptions.PLANS_WITHIN_BOUNDS.get():
-        from sglang_dflash.srt.layers.attention import flashinfer_plans
-
-        create = functools.partial(flashinfer_plans.create_backend, create=ATTENTION_BACKENDS["flashinfer"])
-        register_attention_backend("flashinfer")(create)
     ModelRegistry.register("sglang_dflash.srt.models", overwrite=True, strict=True)
 
 

@@ -34,7 +34,7 @@ def add_reports(add_speculative: Callable[[Any, dict], None], controller: Any, s
     """Extend SGLang's `_add_speculative` by who serves, why, and reports.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
-    proposed, `speculative_plans` if FlashInfer plans blocks.
+    proposed.
     """
     add_speculative(controller, state)
     scheduler = controller.scheduler
@@ -42,6 +42,4 @@ def add_reports(add_speculative: Callable[[Any, dict], None], controller: Any, s
     state["speculative_implementation"] = asdict(implementation)
     if implementation.is_builtin:
         return
-    reports = scheduler.draft_worker.reports
-    reports["speculative_plans"] |= getattr(scheduler.future_map, "counts", {})
-    state.update({name: report for name, report in reports.items() if report})
+    state.update({name: report for name, report in scheduler.draft_worker.reports.items() if report})

@@ -15,11 +15,10 @@ from sglang_dflash.kernels.ops.speculative.block import block_offsets
 
 if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
-    from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight
+    from sglang_dflash.srt.speculative.cycle.lengths import ArrivingLengths
     from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests
 
 
-UNKNOWN = -1  # a length that the host cannot read
 NOT_RESERVED = torch.empty(0, dtype=torch.int32)
 
 
@@ -37,11 +36,8 @@ class DFlashDraftInput(SpecInput):
         reserved_lens_cpu: [bs] int32 on the host, slots reserved per request: an upper bound of the lengths,
             for attention backends that need none on the host. Valid in the step of `prepare_for_decode` only,
             and otherwise `NOT_RESERVED`.
-        known_lens: [bs], what the host knows of `new_seq_lens`: the length after a prefill, or the cycle that
-            decides it (`cycle/lengths.py`), or `UNKNOWN`, and then the next step waits for the device. If it
-            is not given, all are unknown.
-        spread: [bs], by how much `batch.seq_lens_cpu` may exceed a length. None: it is exact. Valid in one
-            step only.
+        arriving_lens: the step's lengths on their way to the host, if the cycle is to wait for them. Valid in
+            one step only.
         arrivals: requests that came prefilled since the last cycle, oldest first. The next cycle takes them,
             on its own stream: until a running forward is over, a row may still belong to its former owner.
     """
@@ -50,8 +46,7 @@ class DFlashDraftInput(SpecInput):
     new_seq_lens: torch.Tensor
     future_indices: torch.Tensor | None = None
     reserved_lens_cpu: torch.Tensor = NOT_RESERVED
-    known_lens: list["int | CycleInFlight"] = field(default_factory=list)
-    spread: list[int] | None = None
+    arriving_lens: "ArrivingLengths | None" = None
     arrivals: list["PrefilledRequests"] = field(default_factory=list)
 
     # SGLang's relay reads these for every algorithm. They are EAGLE's state, and DFLASH has none.
@@ -59,7 +54,6 @@ class DFlashDraftInput(SpecInput):
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
-        self.known_lens = self.known_lens or [UNKNOWN] * len(self.bonus_tokens)
         self.num_tokens_per_req = 1
         self.num_tokens_for_logprob_per_req = 1
 
@@ -80,7 +74,6 @@ class DFlashDraftInput(SpecInput):
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int]) -> None:
         """Keep these rows of the batch."""
         self.reserved_lens_cpu = NOT_RESERVED
-        self.known_lens = [self.known_lens[i] for i in new_indices_cpu]
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
             return
@@ -90,7 +83,6 @@ class DFlashDraftInput(SpecInput):
     def merge_batch(self, other: "DFlashDraftInput") -> None:
         """Append the rows of another batch."""
         self.reserved_lens_cpu = NOT_RESERVED
-        self.known_lens = self.known_lens + other.known_lens
         self.arrivals = self.arrivals + other.arrivals
         if self.future_indices is not None:
             assert other.future_indices is not None
@@ -155,11 +147,8 @@ class DFlashVerifyInput(SpecInput):
     topk: int = 1
     custom_mask: torch.Tensor | None = None
     ragged_verify_layout: Any = None  # of SGLang's CUDA graphs
-    hidden_layout: Any = None  # the same, while SGLang's FlashInfer backend would refuse it
     # The rows, if requests verify different numbers; then W is `draft_token_num`. None: every request has W.
     ragged: "VerifyLayout | None" = None
-    # [bs], by how much `ForwardBatch.seq_lens_cpu` may exceed a length. None: it is exact. Read by our plans.
-    spread: list[int] | None = None
 
     def __post_init__(self):
         super().__init__(spec_input_type=SpecInputType.DFLASH_VERIFY)
@@ -185,7 +174,7 @@ class DFlashVerifyInput(SpecInput):
         """
         bs, width, device = req_pool_indices.numel(), self.draft_token_num, req_pool_indices.device
         counts, num_rows = None, bs * width
-        if layout := self.ragged_verify_layout or self.hidden_layout:
+        if layout := self.ragged_verify_layout:
             counts, num_rows = layout.verify_lens[:bs], layout.graph_num_tokens
         lengths, kv_indptr, qo_indptr = block_offsets(paged_kernel_lens, width, counts=counts)
         if kv_indices_buf is None:

@@ -27,12 +27,11 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.srt.compat import resolve_draft_layout
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks, share_plans
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
-from sglang_dflash.srt.speculative.cycle.lengths import plans_within_bounds
+from sglang_dflash.srt.speculative.cycle.lengths import check_backends
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
@@ -90,7 +89,6 @@ class DFlashWorker(BaseSpecWorker):
             server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker, layout=layout
         )
         draft_runner = self._draft_worker.model_runner
-        self._shared_plans = share_plans(target_runner, draft_runner)
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
         self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, layout)
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
@@ -130,9 +128,8 @@ class DFlashWorker(BaseSpecWorker):
         """Make the attention backends of both models."""
         with as_draft(self.draft_parallel_layout), self._with_draft_rows():
             super().init_attention_backends()
+        check_backends(*self.spec_v2_attn_backends)
         self.target_states = RecurrentStates(self._target_worker, self.block_size)
-        self._plans_within_bounds = plans_within_bounds(self.spec_v2_attn_backends, self.device)
-        self._has_graph_plans = any(map(plans_blocks, self.spec_v2_attn_backends))
 
     def init_cuda_graphs(self):
         """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
@@ -190,7 +187,6 @@ class DFlashWorker(BaseSpecWorker):
         return {
             "speculative_width": self._planner.report(),
             "speculative_copy_ahead": self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {},
-            "speculative_plans": dict(self._shared_plans.counts),
         }
 
     def weight_update_runners(self):
@@ -254,11 +250,7 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter.prefill(prompts, aux_hidden, cache_loc, next_tokens)
         self.copies.end_prefill(prompts, next_tokens)
         result.logits_output.hidden_states = None  # SGLang would copy them to the host
-        result.next_draft_input = DFlashDraftInput(
-            next_tokens,
-            result.new_seq_lens,
-            known_lens=[*prompts.ends] if self._plans_within_bounds else [],
-        )
+        result.next_draft_input = DFlashDraftInput(next_tokens, result.new_seq_lens)
         return result
 
     def decode(self, batch, on_publish, grammar_barrier) -> GenerationBatchResult:
@@ -278,12 +270,7 @@ class DFlashWorker(BaseSpecWorker):
         result, proposals = self.run_cycle(
             batch, plan=plan, matches=matches, on_publish=on_publish, grammar_barrier=grammar_barrier
         )
-        if self._has_graph_plans and not result.can_run_cuda_graph:
-            reason = f"no CUDA graph was captured for a batch of {len(batch.reqs)} requests"
-            self._shared_plans.counts.add("cycles_without_graph", reason)
-        cycle = self._in_flight.launch(CycleInFlight(plan, proposals))
-        if self._plans_within_bounds:
-            result.next_draft_input.known_lens = [cycle] * plan.layout.bs
+        self._in_flight.launch(CycleInFlight(plan, proposals))
         self._planner.on_launched(plan)
         return result
 
@@ -320,7 +307,9 @@ class DFlashWorker(BaseSpecWorker):
         has_processors = batch.sampling_info.has_custom_logit_processor
         reads_chains = batch.has_grammar or (has_processors and need_tokens(batch.reqs))
         chains = GrammarTree.from_linear_chain(block.tokens) if reads_chains else None
-        # Verify: one forward of the target over the rows of all blocks.
+        # Verify: one forward of the target over the rows of all blocks, planned with exact lengths.
+        if batch.spec_info.arriving_lens is not None:
+            cycle = replace(cycle, committed_host=batch.spec_info.arriving_lens.wait())
         if self.target_states.are_recurrent:
             self.target_states.begin_verify(batch)
         target_out = verify(self._target_worker, batch, cycle, block)

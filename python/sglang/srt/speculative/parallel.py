@@ -42,7 +42,7 @@ def build_disagg_draft_input(
         bonus_tokens=last_tokens_tensor,
         output_ids=[list(req.output_ids) for req in batch.reqs],
     )
-    draft_input = DFlashDraftInput(last_tokens_tensor, batch.seq_lens, known_lens=lengths, arrivals=[arrival])
+    draft_input = DFlashDraftInput(last_tokens_tensor, batch.seq_lens, arrivals=[arrival])
     if batch.enable_overlap:
         draft_input.future_indices = batch.req_pool_indices
         future_map.publish(batch.req_pool_indices, batch.seq_lens)

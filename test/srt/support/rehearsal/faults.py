@@ -17,28 +17,31 @@ import torch
 from sglang_dflash.srt.plugins.patch import resolve
 
 VARIABLE = "REHEARSAL_FAULT"
-_PLANS = "sglang_dflash.srt.layers.attention.flashinfer_plans"
 _SPECULATIVE = "sglang_dflash.srt.speculative"
 _first: dict[Any, torch.Tensor] = {}  # what faults keep of the step that they were planted in
 
 
-def _wrong_host_length(begin, *args):
+def _wrong_host_length(wait, self):
     """Make the host believe that every request is one token shorter."""
-    cycle = begin(*args)
-    return dataclasses.replace(cycle, committed_host=cycle.committed_host - 1)
+    return wait(self) - 1
+
+
+def _no_wait(wait, self):
+    """Plan with what is on the host. A CPU's copies are over at once, and a GPU's may not be."""
+    return self._on_host
+
+
+def _second_wait(begin, batch, *args):
+    """Wait for the lengths before the draft, too."""
+    if batch.spec_info.arriving_lens is not None:
+        batch.spec_info.arriving_lens.wait()
+    return begin(batch, *args)
 
 
 def _stale_states(to_commit, self, target_out):
     """Build the draft's context from the aux hidden states of an earlier step."""
     states = target_out.logits_output.hidden_states
     return _first.setdefault(states.shape, states.clone())  # over what the graph has written
-
-
-def _longest_plan(choose, least, most, tiles, capacity):
-    """Plan with the longest lengths alone, as if a plan for more keys held for fewer."""
-    from sglang_dflash.srt.layers.attention.kv_chunks import ChunkChoice, searched_chunk
-
-    return ChunkChoice(most, None, searched_chunk(most, tiles, capacity))
 
 
 def _uncopied_candidates(complete, self, cycle, output, *args):
@@ -48,11 +51,6 @@ def _uncopied_candidates(complete, self, cycle, output, *args):
         return block
     probs = dataclasses.replace(block.probs, ids=output.candidate_ids[: cycle.bs])
     return dataclasses.replace(block, probs=probs)
-
-
-def _one_buffer(take, self):
-    """Write every plan of a backend to the same pinned buffer."""
-    return _first.setdefault(id(self), take(self))
 
 
 def _host_read(accept, self, batch, cycle, *args, **kwargs):
@@ -79,11 +77,9 @@ def _new_kernel(run, self, batch, *args, **kwargs):
 
 # name -> what is called -> what is called with it instead
 PLANTED: dict[str, dict[str, Callable[..., Any]]] = {
-    "wrong host length": {f"{_SPECULATIVE}.cycle.block.Cycle.begin": _wrong_host_length},
-    "plain upper bounds": {f"{_PLANS}.choose_chunk": _longest_plan, f"{_PLANS}.holds": lambda *_: True},
-    "no plan": {f"{_PLANS}.choose_chunk": lambda *_: None},
-    "another chunk than planned": {f"{_PLANS}.choose_chunk": _longest_plan},
-    "one staging buffer": {f"{_PLANS}.Staging.next": _one_buffer},
+    "wrong host length": {f"{_SPECULATIVE}.cycle.lengths.ArrivingLengths.wait": _wrong_host_length},
+    "no wait": {f"{_SPECULATIVE}.cycle.lengths.ArrivingLengths.wait": _no_wait},
+    "second wait": {f"{_SPECULATIVE}.cycle.block.Cycle.begin": _second_wait},
     "stale states": {f"{_SPECULATIVE}.drafters.base.VerifyTail.states_to_commit": _stale_states},
     "host read": {f"{_SPECULATIVE}.acceptance.acceptor.Acceptor.accept": _host_read},
     "candidates that are not copied": {

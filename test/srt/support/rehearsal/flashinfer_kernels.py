@@ -3,8 +3,8 @@
 `plan` leaves a schedule in pinned memory and in the wrapper's workspace, where a captured kernel finds it.
 Like the kernel, a run takes the size and the planned number of chunks from the schedule, and everything else
 from the device's arrays. If the device's lengths have another number of chunks, a GPU would silently merge
-the partial results of other rows: here it is reported. So is a length outside the bounds that our plans
-assume, and pinned memory that is overwritten while its copy may still wait behind other work.
+the partial results of other rows: here it is reported. So is another length than the planned one, and pinned
+memory that is overwritten while its copy may still wait behind other work.
 """
 
 import math
@@ -29,8 +29,6 @@ class Schedule:
 
 _schedules: dict[int, Schedule] = {}  # by the address of the workspace
 _steps: dict[int, int] = {}  # the step that planned last in pinned memory at an address
-# Least and most keys of each request, by the address of the workspace. Without an entry lengths are exact.
-bounds: dict[int, tuple[list[int], list[int]]] = {}
 
 
 class PrefillModule:
@@ -71,6 +69,7 @@ class PrefillModule:
         for given in (qo_host, kv_host, lengths):
             assert given.device.type == "cpu" and given.dtype == torch.int32, given.dtype
         assert not disable_split_kv and not num_colocated_ctas and page == 1
+        report.order.append("plan")
         with launches.one_operation("flashinfer:plan"):
             if steps.is_running(_steps.get(pinned.data_ptr(), 0)):
                 report.problem("FlashInfer: pinned memory of a plan is overwritten before its copy is over")
@@ -133,7 +132,6 @@ class PrefillModule:
             report.problem(f"FlashInfer: qo_indptr on the host {schedule.qo_indptr}, on the device {qo}")
         if made.information != list(plan_info):
             report.problem(f"FlashInfer: planned with layout {made.information}, captured with {plan_info}")
-        least, most = bounds.get(int_workspace.data_ptr(), (made.lengths, made.lengths))
         out.zero_()
         for lane, host_length in enumerate(made.lengths):
             rows, length = slice(qo[lane], qo[lane + 1]), kv[lane + 1] - kv[lane]
@@ -142,10 +140,9 @@ class PrefillModule:
             window = window_left if self._use_window else -1
             is_padding = schedule.in_graph and host_length == 1  # SGLang's lanes that pad a graph
             is_empty = (length, host_length) == (0, 1)  # FlashInfer's empty prefix
-            if not is_padding and not is_empty and not least[lane] <= length <= most[lane]:
+            if not is_padding and not is_empty and length != host_length:
                 report.problem(
-                    f"FlashInfer, lane {lane}: {least[lane]} to {most[lane]} keys on the host, "
-                    f"{length} on the device"
+                    f"FlashInfer, lane {lane}: {host_length} keys on the host, {length} on the device"
                 )
             found = flashinfer_planner.ceil_div(max(length, 1), made.chunk)
             if found != made.counts[lane]:

@@ -116,26 +116,3 @@ def _information(padded: int, rows: int, tile: int, bs: int, splits: bool, in_gr
         padded, rows, total, tile, request, query_tile, key_tile, merge, outputs, chunk, 0, sums, valid,
         in_graph, splits,
     ]  # fmt: skip
-
-
-def wrong_rows(made: Plan, lengths: Sequence[int]) -> int:
-    """Run the plan on the device's lengths; return how many queries merge anything but their own chunks."""
-    written: dict[int, list[tuple[int, int, int, int]]] = {}
-    for request, length in enumerate(lengths):
-        found = ceil_div(max(length, 1), made.chunk)
-        for block in range(made.counts[request]):
-            start, end = (min(n * made.chunk, length) for n in (block, block + 1))
-            for row in range(made.queries[request]):
-                at = made.outputs[request] + row * found + block
-                written.setdefault(at, []).append((request, row, start, end))
-    wrong = query = 0
-    for request, length in enumerate(lengths):
-        starts = range(0, length, made.chunk)
-        for row in range(made.queries[request]):
-            merged = [
-                part for at in range(*made.merge[query : query + 2]) for part in written.get(at, [None])
-            ]
-            own = [(request, row, start, min(start + made.chunk, length)) for start in starts]
-            wrong += merged != own
-            query += 1
-    return wrong

@@ -99,6 +99,7 @@ def watch_decode_steps(worker: type) -> None:
     known: set[frozenset] = set()
 
     def counted_replay(self, *args, **kwargs):
+        report.order.append(self._role)
         with one_operation(f"replay:{self._role}"):
             return replay(self, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from support.rehearsal import faults, report, stage
 from support.servers import COUNTED, ENVIRONMENT, patched
 from support.warm_start import ForkServer
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 # Triton decides while it is imported whether it interprets.
@@ -63,6 +64,11 @@ class Rehearsal:
         """Return what the host waited for in decode steps."""
         return [note["what"] for note in self.notes("wait")]
 
+    def orders(self) -> list[list[str]]:
+        """Return, for each decode step, its waits, plans and replays since the lengths were published."""
+        orders = [note["events"] for note in self.notes("order")]
+        return [events for events in orders if "target" in events]
+
     def operations(self) -> list[dict[str, int]]:
         """Return every set of operations of a step, each with its count.
 
@@ -95,10 +101,10 @@ def rehearse(
             stage.VARIABLE: json.dumps(dataclasses.asdict(scene)),
             report.VARIABLE: str(folder / "report"),
             faults.VARIABLE: str(folder / "fault"),
+            DFlashOptions.WAIT_UNDER_DRAFT.variable: str(int(scene.waits_under_draft)),
             **(environment or {}),
         }
-        bounds = ("--speculative-plans-within-bounds",) if scene.plans_within_bounds else ()
-        command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *bounds, *arguments
+        command = "--model-path", TARGET, *ARGUMENTS, *dflash_arguments(draft), *arguments
         start = fork_server().run_main
         (folder / "report").touch(), (folder / "fault").touch()
         with serve(*command, env=env, timeout=START_TIMEOUT_S, start=start) as server:

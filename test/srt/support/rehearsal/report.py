@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 VARIABLE = "REHEARSAL_REPORT"
+order: list[str] = []  # waits, plans and replays since lengths were published last
 
 
 def note(kind: str, **facts: Any) -> None:

@@ -29,8 +29,6 @@ from support.rehearsal import (
 from support.rehearsal.attention import merge
 from support.rehearsal.fa3_kernels import flash_attn_with_kvcache
 
-from sglang_dflash.srt.environ import DFlashOptions
-
 VARIABLE = "REHEARSAL"
 
 
@@ -39,21 +37,23 @@ class Scene:
     """A server to rehearse.
 
     Attributes:
-        backend: flashinfer, fa3 or triton, for target and draft; or trtllm_mha, with a draft on FlashInfer.
+        backend: flashinfer, fa3, triton or trtllm_mha, of the target.
+        draft: the draft's. None: the target's, or FlashInfer beside trtllm_mha.
         buckets: Batch sizes to capture graphs for.
         fault: One of `faults.AT_START`.
         interprets_context_kv: Interpret also the kernel with a program per token and layer, which takes a
             third of a second per step. Its twin runs otherwise.
-        plans_within_bounds: Whether FlashInfer plans with bounds of lengths, which is off by default.
+        waits_under_draft: Whether a cycle waits for its lengths while the draft runs, off by default.
         is_built_in: SGLang's own worker instead of ours.
         is_fallback: The same, because our decision leaves the server to it.
     """
 
     backend: str
+    draft: str | None = None
     buckets: tuple[int, ...] = (1, 2, 4)
     fault: str | None = None
     interprets_context_kv: bool = False
-    plans_within_bounds: bool = False
+    waits_under_draft: bool = False
     is_built_in: bool = False
     is_fallback: bool = False
 
@@ -87,11 +87,10 @@ def set_the_stage(algorithm) -> None:
 
     def build():
         _interpret_triton()
-        draft_backend = None
-        if scene.backend == "trtllm_mha":
-            draft_backend, backend = _flashinfer(), _trtllm_mha()
-        else:
-            backend = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton}[scene.backend]()
+        makers = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton, "trtllm_mha": _trtllm_mha}
+        of_draft = scene.draft or {"trtllm_mha": "flashinfer"}.get(scene.backend, scene.backend)
+        made = {name: makers[name]() for name in {of_draft, scene.backend}}
+        draft_backend, backend = made[of_draft], made[scene.backend]
         steps.watch()
         _record_layers_of_the_cpu()
         _capture_graphs(scene.buckets)
@@ -100,7 +99,7 @@ def set_the_stage(algorithm) -> None:
             _prepare_our_worker(scene)
 
         def create(runner):
-            of_role = draft_backend or backend if runner.is_draft_worker else backend
+            of_role = draft_backend if runner.is_draft_worker else backend
             report.note(
                 "backend", role="draft" if runner.is_draft_worker else "target", name=of_role.__name__
             )
@@ -135,7 +134,9 @@ def _prepare_our_worker(scene: Scene) -> None:
         context_kv.write_context_kv.__wrapped__ = _operation(
             "triton:write_context_kv_kernel", context_kv.write_context_kv_torch
         )
-    _note_bounds()
+    from sglang_dflash.srt.speculative.cycle.lengths import ArrivingLengths
+
+    ArrivingLengths.wait = steps.waiting("lengths", ArrivingLengths.wait)
     faults.plant_all()
     if scene.fault is not None:
         faults.AT_START[scene.fault]()
@@ -144,20 +145,6 @@ def _prepare_our_worker(scene: Scene) -> None:
     crossings.watch(DFlashWorker)
     launches.watch_decode_steps(DFlashWorker)
     late_reads.watch_steps(DFlashWorker)
-
-
-def _note_bounds() -> None:
-    """Let the kernels compare the host's bounds of lengths with the device's lengths."""
-    from sglang_dflash.srt.layers.attention.flashinfer_plans import FlashInferBlockPlan
-
-    prepare = FlashInferBlockPlan.prepare
-
-    def noted(self, forward_batch):
-        prepare(self, forward_batch)
-        workspace = self.wrapper._int_workspace_buffer.data_ptr()
-        flashinfer_kernels.bounds[workspace] = self.least, self.most
-
-    FlashInferBlockPlan.prepare = noted
 
 
 def _operation(name: str, body):
@@ -203,11 +190,7 @@ def _flashinfer():
     module.BatchDecodeWithPagedKVCacheWrapper = flashinfer_kernels.Decode
     module.fast_decode_plan = None
     module.merge_state = module._safe_merge_state = merge
-    if not DFlashOptions.PLANS_WITHIN_BOUNDS.get():
-        return module.FlashInferAttnBackend
-    from sglang_dflash.srt.layers.attention import flashinfer_plans
-
-    return flashinfer_plans.backend_class()
+    return module.FlashInferAttnBackend
 
 
 def _trtllm_mha():

@@ -21,6 +21,7 @@ def is_running(step: int) -> bool:
 def _on_wait(what: str, in_decode: bool) -> None:
     global _waited_for
     _waited_for = launched - 1
+    report.order.append("wait")
     if in_decode:
         report.note("wait", what=what)
 
@@ -50,11 +51,8 @@ def watch() -> None:
     from sglang.srt.managers.overlap_utils import FutureMap
     from sglang.srt.managers.scheduler import Scheduler
 
-    run, process, resolve = (
-        Scheduler.run_batch,
-        Scheduler.process_batch_result,
-        FutureMap.resolve_seq_lens_cpu,
-    )
+    run, process = Scheduler.run_batch, Scheduler.process_batch_result
+    resolve, publish = FutureMap.resolve_seq_lens_cpu, FutureMap.publish
 
     def counted_run(self, *args, **kwargs):
         global launched
@@ -73,5 +71,11 @@ def watch() -> None:
         if copies.seen:
             _on_wait("lengths", batch.forward_mode.is_decode())
 
+    def noted_publish(self, *args, **kwargs):
+        report.note("order", events=report.order)
+        report.order.clear()
+        return publish(self, *args, **kwargs)
+
+    FutureMap.publish = noted_publish
     Scheduler.run_batch, Scheduler.process_batch_result = counted_run, counted_process
     FutureMap.resolve_seq_lens_cpu = watched_resolve

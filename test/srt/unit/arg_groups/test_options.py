@@ -8,7 +8,7 @@ import pytest
 from sglang_dflash.srt.arg_groups import options
 from sglang_dflash.srt.arg_groups.options import add_flags, check_simulated_lens, resolve_adaptive
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
-from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option, refuse_variables_that_left
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
@@ -49,7 +49,6 @@ def test_other_methods_are_refused_by_name(parser, method, capsys):
     "flag, option",
     [
         ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD),
-        ("--speculative-plans-within-bounds", DFlashOptions.PLANS_WITHIN_BOUNDS),
         ("--speculative-dflash-strict", DFlashOptions.STRICT),
     ],
 )
@@ -61,6 +60,22 @@ def test_switches_are_off_unless_asked_for(parser, monkeypatch, flag, option):
     monkeypatch.setenv(option.variable, "yes")
     with pytest.raises(ValueError, match="must be 1 or 0, got 'yes'"):
         option.get()
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_left_is_refused_with_what_replaces_it(parser, name, monkeypatch, capsys):
+    if name.startswith("--"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([name])
+        assert f"{name} has left the plugin: {LEFT[name]}" in capsys.readouterr().err
+        assert name not in parser.format_help()
+        return
+    for asks_for_nothing in ("", "0"):
+        monkeypatch.setenv(name, asks_for_nothing)
+        refuse_variables_that_left()
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match=f"{name} has left the plugin: "):
+        refuse_variables_that_left()
 
 
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):

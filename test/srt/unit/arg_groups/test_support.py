@@ -153,7 +153,7 @@ def test_http_workers_without_an_interface_fall_back(monkeypatch):
     "option, value, flag",
     [
         (DFlashOptions.COPY_AHEAD, "1", "--speculative-copy-ahead"),
-        (DFlashOptions.PLANS_WITHIN_BOUNDS, "1", "--speculative-plans-within-bounds"),
+        (DFlashOptions.WAIT_UNDER_DRAFT, "1", "SGLANG_DFLASH_WAIT_UNDER_DRAFT"),
         (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
         (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
     ],
@@ -240,8 +240,7 @@ def test_server_info_says_who_serves(arguments, name):
     scheduler = SimpleNamespace(
         spec_algorithm=SpeculativeAlgorithm.NONE,
         server_args=resolve(record_of(**arguments)),
-        future_map=None,
-        draft_worker=SimpleNamespace(reports={"speculative_plans": {}}),
+        draft_worker=SimpleNamespace(reports={}),
     )
     state: dict = {}
     add_reports(lambda *_: None, SimpleNamespace(scheduler=scheduler), state)

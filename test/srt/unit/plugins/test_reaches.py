@@ -14,7 +14,7 @@ import sglang_dflash
 from sglang_dflash.srt import reaches
 from sglang_dflash.srt.plugins import compatibility
 from sglang_dflash.srt.plugins.patches import TABLES
-from sglang_dflash.srt.reaches import ON_CPU, PLANS, REACHES, ROWS, Reach, find_misfit
+from sglang_dflash.srt.reaches import ON_CPU, REACHES, ROWS, WAIT, Reach, find_misfit
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 # Attributes of Python's and PyTorch's objects, of the libraries beside SGLang, and of NamedTuples.
@@ -23,9 +23,6 @@ FOREIGN |= {"architectures", "data", "disabled", "excepthook", "globals", "handl
 FOREIGN |= {"max_sequence_length"}
 # Attributes of ours on functions and on objects of SGLang.
 ADDED = {
-    "dflash_plans",
-    "dflash_shared_plans",
-    "dflash_staging",
     "draft_quantization",
     "draft_runner",
     "has_our_flags",
@@ -147,7 +144,7 @@ def test_our_source_uses_all_that_is_listed():
 
 
 def test_this_sglang_has_what_we_write_and_override():
-    assert [find_misfit(feature) for feature in (None, ROWS, PLANS, ON_CPU)] == [None] * 4
+    assert [find_misfit(feature) for feature in (None, ROWS, WAIT, ON_CPU)] == [None] * 4
 
 
 GONE = REACHES[0]._replace(kind="write", names=("no_such_flag",), why="a test")
@@ -179,7 +176,7 @@ def test_without_a_required_name_the_built_in_serves(gone, monkeypatch):
 
 
 def test_without_a_name_of_its_feature_a_scheduler_ends(gone):
-    words = gone(PLANS)
+    words = gone(WAIT)
     assert find_misfit(None) is None
-    with pytest.raises(SystemExit, match=f"{PLANS}: .*{words}"):
-        reaches.require(PLANS)
+    with pytest.raises(SystemExit, match=f"{WAIT}: .*{words}"):
+        reaches.require(WAIT)

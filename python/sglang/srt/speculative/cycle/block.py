@@ -23,8 +23,6 @@ class Cycle:
         req_pool_indices: [bs] int64, rows of the request table.
         committed: [bs] int64, tokens with committed KV, n. The block covers positions n .. n+B-1.
         committed_host: [bs] on the host, upper bounds of `committed`.
-        spread: [bs], by how much `committed_host` may exceed `committed`. None: exact, or no attention
-            backend plans with `committed_host`.
         verify_len: slots of each block, the anchor included.
         tokens: [bs, B] int64, the anchor (the last cycle's bonus token), then mask tokens.
         positions: [bs, B] int64.
@@ -47,7 +45,6 @@ class Cycle:
     kv_loc_plan: KVLocPlan
     can_run_cuda_graph: bool
     layout: VerifyLayout
-    spread: list[int] | None = None
     write_cols: slice | torch.Tensor | None = None
 
     @classmethod
@@ -90,7 +87,6 @@ class Cycle:
             kv_loc_plan=plan,
             can_run_cuda_graph=batch.can_run_decode_cuda_graph,
             layout=whole_blocks(batch.seq_lens.numel(), num_slots),
-            spread=draft_input.spread,
         )
 
     def of_requests(self, on_host: np.ndarray, chosen: torch.Tensor, target_runner: Any) -> "Cycle":
@@ -116,7 +112,6 @@ class Cycle:
             cache_loc=slots,
             kv_loc_plan=plan,
             layout=whole_blocks(len(on_host), self.verify_len),
-            spread=None if self.spread is None else [self.spread[i] for i in on_host],
         )
 
     def with_layout(self, layout: VerifyLayout) -> "Cycle":

@@ -1,89 +1,85 @@
-"""Bounds of committed lengths that the host knows before the device reports them.
+"""The wait for a cycle's lengths, under the draft's forward.
 
-Attention backends that plan on the host (FlashInfer) need lengths there. SGLang waits for them before each
-step until the last one has accepted, and the device idles while the host plans and launches.
+Attention backends that plan on the host (FlashInfer) need exact lengths there. SGLang waits for them before a
+step, until the last one has accepted, and the device idles while the host prepares the draft. If the target
+alone needs them, the draft is launched with the device's lengths, and the host waits and plans while it runs.
 
-The host has processed every cycle but the last when it prepares a step. The last cycle adds from one token to
-its verify length. So the host has bounds, and plans hold for every length within them
-(`layers/attention/flashinfer_plans.py`). Lengths are exact after a prefill, after an anchor-only cycle and
-after a pause.
+`SGLANG_DFLASH_WAIT_UNDER_DRAFT=1` turns this on. Without it SGLang's relay is as it was.
 """
 
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from sglang.srt.managers.overlap_utils import FutureMap
+from sglang.srt.runtime_context import get_exec
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.flashinfer_plans import PlanCounts, accepts_bounds
-from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
-
-logger = logging.getLogger(__name__)
 
 
-def plans_within_bounds(backends: Sequence[Any], device: str) -> bool:
-    """Return whether all backends plan with bounds; log if one waits for a GPU."""
-    waiting = [type(backend).__name__ for backend in backends if not accepts_bounds(backend)]
-    if waiting and device != "cpu":
-        logger.info(
-            "DFLASH: %s plans with exact lengths, so each cycle waits for the last one's accept lengths.",
-            " and ".join(waiting),
+def check_backends(target: Any, draft: Any) -> None:
+    """Raise ValueError if the switch is on and does not fit the attention backends."""
+    if not DFlashOptions.WAIT_UNDER_DRAFT.get():
+        return
+    reason = None
+    if getattr(draft, "needs_cpu_seq_lens", True):
+        reason = f"{type(draft).__name__} of the draft plans with lengths on the host"
+    elif not getattr(target, "needs_cpu_seq_lens", True):
+        reason = f"{type(target).__name__} of the target needs no lengths on the host, so nothing waits"
+    elif get_exec().overlap.enable_two_batch_overlap:
+        reason = "--enable-two-batch-overlap splits a batch by lengths on the host"
+    if reason is not None:
+        raise ValueError(
+            f"{DFlashOptions.WAIT_UNDER_DRAFT.variable}: {reason}. It is for a target on flashinfer with "
+            "--speculative-draft-attention-backend fa3 or triton."
         )
-    return DFlashOptions.PLANS_WITHIN_BOUNDS.get() and not waiting
 
 
-def bounds_of(batch: Any) -> tuple[list[int], list[int]] | None:
-    """Return bounds of a decode batch's lengths, or None if the host knows none.
+class ArrivingLengths:
+    """Committed lengths of a batch, which are being copied to the host.
 
-    They are upper bounds [bs], and by how much each length may be less [bs].
+    Args:
+        lengths: [bs] int64, gathered on the current stream.
+        stream: takes the copy, so that no forward waits for it.
     """
-    upper_bounds, spread = [], []
-    for req, known in zip(batch.reqs, batch.spec_info.known_lens, strict=True):
-        if known == UNKNOWN or req.kv.req_pool_idx is None:
-            return None  # or it ended since the batch was chosen
-        if isinstance(known, int):
-            added, length = 0, known
-        elif known.is_complete:
-            added, length = 0, req.kv.kv_committed_len
-        elif known.previous is None:
-            added, length = known.plan.verify_len, req.kv.kv_committed_len
-        else:
-            return None  # two cycles are in flight
-        upper_bounds.append(length + added)
-        spread.append(max(added - 1, 0))
-    return upper_bounds, spread
+
+    def __init__(self, lengths: torch.Tensor, stream: Any):
+        device = torch.get_device_module(lengths.device)
+        gathered, self._arrived = device.Event(), device.Event()
+        gathered.record()
+        is_pinned = lengths.device.type == "cuda"
+        self._on_host = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=is_pinned)
+        with device.stream(stream):
+            stream.wait_event(gathered)
+            self._on_host.copy_(lengths, non_blocking=True)
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """Wait until the lengths are on the host: [bs] int64."""
+        self._arrived.synchronize()
+        return self._on_host
 
 
-class KnownLengthsMap(FutureMap):
-    """SGLang's relay between steps, which asks the device only for lengths without bounds."""
+class LateLengths(FutureMap):
+    """SGLang's relay between steps, which leaves the wait for lengths to the cycle."""
 
     needs_cpu_seq_lens: bool  # an attention backend plans with lengths on the host
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self.counts = PlanCounts()
+        self._copies = torch.get_device_module(self.device).Stream()
 
     def resolve_seq_lens_cpu(self, batch: Any, *options: Any, **named: Any) -> None:
-        """Give a decode batch its lengths on the host.
+        """Gather lengths on the device, and begin to copy a decode batch's to the host.
 
         `stream_ordered` is an option from 0.5.23 on.
         """
         draft_input = batch.spec_info
-        if not self.needs_cpu_seq_lens or getattr(draft_input, "future_indices", None) is None:
-            return super().resolve_seq_lens_cpu(batch, *options, **named)
-        bounds = bounds_of(batch)
-        if bounds is None:
-            if UNKNOWN not in draft_input.known_lens:
-                self.counts.add("waits_for_lengths", "two cycles of a request are in flight, or it has ended")
-            draft_input.spread = None
+        is_relayed = getattr(draft_input, "future_indices", None) is not None
+        if not (self.needs_cpu_seq_lens and is_relayed and batch.forward_mode.is_decode()):
             return super().resolve_seq_lens_cpu(batch, *options, **named)
         self.needs_cpu_seq_lens = False
         try:
-            super().resolve_seq_lens_cpu(batch, *options, **named)  # gathers them on the device
+            super().resolve_seq_lens_cpu(batch, *options, **named)
         finally:
             self.needs_cpu_seq_lens = True
-        upper_bounds, draft_input.spread = bounds
-        batch.seq_lens_cpu = torch.tensor(upper_bounds, dtype=torch.int64)
-        batch.seq_lens_sum = sum(upper_bounds)
+        draft_input.arriving_lens = ArrivingLengths(batch.seq_lens, self._copies)

@@ -104,14 +104,10 @@ class CycleInFlight:
     Attributes:
         plan: what it drafts and verifies.
         proposals: sources of the blocks. None: no text was searched.
-        is_complete: whether the host knows the accept lengths.
-        previous: the cycle launched before, while it is incomplete.
     """
 
     plan: CyclePlan
     proposals: Proposals | None = None
-    is_complete: bool = False
-    previous: "CycleInFlight | None" = None
 
 
 class CyclesInFlight:
@@ -120,17 +116,12 @@ class CyclesInFlight:
     def __init__(self) -> None:
         self._cycles: deque[CycleInFlight] = deque()
 
-    def launch(self, cycle: CycleInFlight) -> CycleInFlight:
-        """Append a cycle, and return it."""
-        cycle.previous = self._cycles[-1] if self._cycles else None
+    def launch(self, cycle: CycleInFlight) -> None:
+        """Append a cycle."""
         self._cycles.append(cycle)
-        return cycle
 
     def complete(self, accept_lens: Sequence[int]) -> CycleInFlight:
         """Remove and return the oldest cycle, whose accept lengths are now known."""
         cycle = self._cycles.popleft()
         assert len(accept_lens) == cycle.plan.layout.bs, "SGLang reports every cycle once, in order"
-        cycle.is_complete = True
-        if self._cycles:
-            self._cycles[0].previous = None
         return cycle

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-from sglang_dflash.srt.layers.attention.flashinfer_plans import plans_blocks
 from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
 from sglang_dflash.srt.reaches import ROWS, find_misfit
 from sglang_dflash.srt.speculative.cycle.host import on_device
@@ -119,11 +118,11 @@ def _row_graph_runner() -> type:
 def reason_for_one_width(runner: Any, attention: Any) -> str | None:
     """Return why a CUDA target cannot verify different numbers of tokens, or None."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
-    # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), FlashInfer, and Triton.
+    # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), and Triton.
     takes_layouts = name == "FlashAttentionBackend" or (
         name == "TRTLLMHAAttnBackend" and not attention.is_xqa_impl
     )
-    if not takes_layouts and not plans_blocks(attention) and not takes_rows(attention):
+    if not takes_layouts and not takes_rows(attention):
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
         return "layers with chunks have page tables of their own"
@@ -153,7 +152,7 @@ class RowBackends:
     def capture(cls, runner: Any, block_size: int, least_requests: int) -> "RowBackends":
         """Make a backend of its own and capture graphs for rows of `least_requests` or more."""
         backend = runner._get_attention_backend(init_new_workspace=False)
-        # Of FlashInfer's, our plan takes the layout; of a hybrid backend, both halves must say so.
+        # Of a hybrid backend, both halves must say so.
         for half in getattr(backend, "attn_backend_list", None) or [backend]:
             half.supports_ragged_verify_graph = True
             if takes_rows(half):

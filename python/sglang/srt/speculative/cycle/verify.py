@@ -51,7 +51,6 @@ def verify(
         capture_hidden_mode=CaptureHiddenMode.FULL,
         draft_token=tokens,
         positions=positions,
-        spread=cycle.spread,
         ragged_verify_layout=rows.for_graph,
         ragged=None if rows.is_rectangle else rows,
     )

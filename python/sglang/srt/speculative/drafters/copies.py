@@ -25,7 +25,6 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.host import on_device, ragged_ranges
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
-from sglang_dflash.srt.speculative.dflash_info import UNKNOWN
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ DRAFT, COPY = "draft", "copy"
 # request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
 # gone on for so long is likely to go on for as long again.
 WHOLE_CYCLES = 8
+UNKNOWN = -1  # a match's length that the host cannot read
 
 
 class CopyStats:

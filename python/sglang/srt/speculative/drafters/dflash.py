@@ -62,8 +62,7 @@ class DraftWindow:
 
         Returns:
             Committed tokens to read [bs] int64; the same on the host [bs]; the plan of the block's slots.
-            The host's are upper bounds. They exceed the others by the cycle's spread at most, unless windows
-            start at page boundaries.
+            The host's are upper bounds, and exceed the others if windows start at page boundaries.
         """
         # Every request has the same number of columns. Entries past its block are not read.
         columns = self._longest + self._num_draft_rows
@@ -232,7 +231,7 @@ class DFlashDrafter(Drafter):
             seq_lens_cpu=seq_lens_cpu,
             positions=cycle.positions[:, columns].flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=DFlashVerifyInput(num_rows, CaptureHiddenMode.NULL, spread=cycle.spread),
+            spec_info=DFlashVerifyInput(num_rows, CaptureHiddenMode.NULL),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=cycle.bs * num_rows,
             can_run_decode_cuda_graph=cycle.can_run_cuda_graph,

@@ -147,7 +147,6 @@ class PEagleDrafter(Drafter):
                 requests[-prompts.num_running :],
                 committed=device_lengths,
                 committed_host=lengths,
-                spread=None,
                 can_run_cuda_graph=False,
             )
 
@@ -191,7 +190,6 @@ class PEagleDrafter(Drafter):
             cycle.req_pool_indices,
             committed=cycle.committed,
             committed_host=cycle.committed_host,
-            spread=cycle.spread,
             can_run_cuda_graph=cycle.can_run_cuda_graph,
         )
         assert output.hidden_states is not None
@@ -241,7 +239,6 @@ class PEagleDrafter(Drafter):
         requests: torch.Tensor,
         committed: torch.Tensor,
         committed_host: torch.Tensor,
-        spread: list[int] | None,
         can_run_cuda_graph: bool,
     ) -> DraftOutput:
         """Run one forward over a block per request. Rows 0 .. committed - 1 of each are verified."""
@@ -272,7 +269,7 @@ class PEagleDrafter(Drafter):
             seq_lens_cpu=seq_lens_cpu,
             positions=positions.flatten(),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=PEagleVerifyInput(num_rows, CaptureHiddenMode.NULL, spread=spread, draft_rows=blocks),
+            spec_info=PEagleVerifyInput(num_rows, CaptureHiddenMode.NULL, draft_rows=blocks),
             capture_hidden_mode=CaptureHiddenMode.NULL,
             global_num_token_non_padded_cpu=bs * num_rows,
             can_run_decode_cuda_graph=can_run_cuda_graph,
