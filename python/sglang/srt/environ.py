@@ -72,7 +72,10 @@ _INSTEAD_OF_PLANS = (
     "on FlashInfer SGLANG_DFLASH_WAIT_UNDER_DRAFT=1 spares most of the same wait, with "
     "--speculative-draft-attention-backend fa3 or triton"
 )
+_INSTEAD_OF_FP8_HEAD = "drafts use the head as it is"
 LEFT = {
+    "--speculative-draft-head-dtype": _INSTEAD_OF_FP8_HEAD,
+    "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": _INSTEAD_OF_FP8_HEAD,
     "--speculative-plans-within-bounds": _INSTEAD_OF_PLANS,
     "SGLANG_DFLASH_PLANS_WITHIN_BOUNDS": _INSTEAD_OF_PLANS,
     "SGLANG_DFLASH_CHECK_PLANS": "SGLang's own plans are of exact lengths, so that there is nothing to check",
@@ -82,7 +85,7 @@ LEFT = {
 def refuse_variables_that_left() -> None:
     """Raise ValueError for a variable that asks for what is no longer here."""
     for name, instead in LEFT.items():
-        if os.environ.get(name, "0") not in ("", "0"):
+        if os.environ.get(name, "0") not in ("", "0", "auto"):
             raise ValueError(f"{name} has left the plugin: {instead}.")
 
 
@@ -97,14 +100,6 @@ class DFlashOptions:
     STRICT = _switch("SGLANG_DFLASH_STRICT")
     # --speculative-draft-sample-method, as it was given: SGLang's own field has no name for who asked.
     DRAFT_SAMPLE_METHOD: Option[str | None] = Option("SGLANG_DFLASH_DRAFT_SAMPLE_METHOD", None, str)
-    # --speculative-draft-head-dtype: "fp8" drafts with an FP8 copy of the LM head.
-    DRAFT_HEAD_DTYPE = Option(
-        "SGLANG_DFLASH_DRAFT_HEAD_DTYPE",
-        default="auto",
-        parse={"auto": "auto", "fp8": "fp8"}.__getitem__,
-        wanted="auto or fp8",
-        is_extra=True,
-    )
     # The target's depth, from the main process to the schedulers, for drafts that do not name the layers
     # they read.
     TARGET_LAYERS: Option[int | None] = Option("SGLANG_DFLASH_TARGET_LAYERS", None, int, "an integer")

@@ -136,6 +136,9 @@ SETTINGS = {
     "draft window without host lengths": (Scene("fa3"), DRAFT, *WINDOW_SIZE),
     "pages": (Scene("fa3"), DRAFT, "--page-size", 16),
     "pages, P-EAGLE": (Scene("flashinfer"), PEAGLE_DRAFT, "--page-size", 16),
+    "draft window, the wait under the draft": (LATE, DRAFT, *WINDOW_SIZE),
+    "pages, the wait under the draft": (LATE, DRAFT, "--page-size", 16),
+    "pages, P-EAGLE, the wait under the draft": (LATE, PEAGLE_DRAFT, "--page-size", 16),
     "chunked prefill": (Scene("fa3"), PEAGLE_DRAFT, "--chunked-prefill-size", 16),
     "fewer drafted tokens": (Scene("fa3"), PEAGLE_DRAFT, "--speculative-num-draft-tokens", 3),
 }
@@ -168,8 +171,8 @@ def test_peagle_on_flashinfer_without_sliding_layers(expected, tmp_path):
 
 
 def test_basic_mode(expected, reference):
-    """SGLang's relay, which waits before the draft, although the wait under it and the FP8 head are on."""
-    plain = {"SGLANG_DFLASH_BASIC": "1", "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": "fp8"}
+    """SGLang's relay, which waits before the draft, although the wait under it is on."""
+    plain = {"SGLANG_DFLASH_BASIC": "1"}
     requests = greedy_requests()
     wanted = expected.answers(DRAFT, requests)
     with rehearse(LATE, DRAFT, NO_CACHE, environment=plain) as played:

@@ -32,7 +32,7 @@ MAX_THINK_TOKENS = 12
 FLAGS = (
     *("--reasoning-parser", "qwen3", "--enable-strict-thinking", "--enable-metrics"),
     *("--api-key", KEY, "--admin-api-key", KEY, "--trust-remote-code"),
-    *("--enable-custom-logit-processor", "--speculative-draft-head-dtype", "fp8"),
+    "--enable-custom-logit-processor",
     *("--revision", "main", "--speculative-draft-model-revision", "main"),
     *("--disable-cuda-graph", "--cuda-graph-max-bs-decode", "8", "--speculative-dflash-strict"),
 )

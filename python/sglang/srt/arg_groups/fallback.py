@@ -33,7 +33,6 @@ BUILTIN_LACKS = (
 OPTIONS_OF_OURS = {
     "--speculative-copy-ahead": DFlashOptions.COPY_AHEAD,
     "--speculative-draft-sample-method": DFlashOptions.DRAFT_SAMPLE_METHOD,
-    "--speculative-draft-head-dtype": DFlashOptions.DRAFT_HEAD_DTYPE,
     DFlashOptions.WAIT_UNDER_DRAFT.variable: DFlashOptions.WAIT_UNDER_DRAFT,
     DFlashOptions.SIMULATE_ACC_LENS.variable: DFlashOptions.SIMULATE_ACC_LENS,
 }

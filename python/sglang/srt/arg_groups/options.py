@@ -24,7 +24,6 @@ _OFF_IN_BASIC_MODE = (
 _EXTRA: dict[str, Option[Any]] = {
     "copies": DFlashOptions.COPY_AHEAD,
     "the wait under the draft": DFlashOptions.WAIT_UNDER_DRAFT,
-    "the FP8 head": DFlashOptions.DRAFT_HEAD_DTYPE,
 }
 
 
@@ -109,13 +108,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "distribution, verified with its true probabilities. At temperature 0 it is always the argmax.",
         action=_SetOption,
         choices=("greedy", "probabilistic"),
-    )
-    add(
-        "--speculative-draft-head-dtype",
-        "LM head used for drafting: as it is (default), or an FP8 copy of half the size (sm_89 and later). "
-        "Lossless: verification uses the head as it is.",
-        action=_SetOption,
-        choices=("auto", "fp8"),
     )
     add(
         "--speculative-copy-ahead",

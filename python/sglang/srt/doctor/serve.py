@@ -156,7 +156,6 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
             "adaptive width": ", ".join(map(str, widths)) if adaptive else False,
             "copies": DFlashOptions.COPY_AHEAD.get(),
             "drawn drafts": bool(args.speculative_use_rejection_sampling),
-            "draft head": DFlashOptions.DRAFT_HEAD_DTYPE.get(),
             "wait under the draft": DFlashOptions.WAIT_UNDER_DRAFT.get(),
             "draft's window": args.speculative_draft_window_size or False,
         }

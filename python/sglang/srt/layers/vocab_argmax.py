@@ -2,7 +2,7 @@
 
 A head is SGLang's ParallelLMHead, or the embedding that a target is tied to: its VocabParallelEmbedding, or a
 plain `nn.Embedding`, which every rank holds whole. A quantized head multiplies through its quant method, as
-only that can read its weight. `Fp8Head` is a copy of one of these.
+only that can read its weight.
 """
 
 import torch
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dflash.srt.layers.fp8_head import Fp8Head
 from sglang_dflash.srt.layers.plain_weight import is_reordered
 
 
@@ -80,8 +79,6 @@ def _local_logits(hidden: torch.Tensor, lm_head, rows: int | None = None) -> tor
     With `rows`: over the first of them. A plain weight of which at most half is wanted is read no further.
     Other heads multiply whole.
     """
-    if isinstance(lm_head, Fp8Head):
-        return lm_head(hidden)[:, :rows]
     quant_method = getattr(lm_head, "quant_method", None)
     if quant_method is None or (rows is not None and _is_worth_a_cut(lm_head, rows)):
         return F.linear(hidden, lm_head.weight[:rows])

@@ -18,7 +18,6 @@ from torch import nn
 from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, MaskEmbedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_kinds import find_mask_token
-from sglang_dflash.srt.layers.fp8_head import Fp8Head, reason_against
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.models.loading import check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import RowCheck
@@ -69,7 +68,6 @@ class BlockDraftModel(nn.Module):
         self.row_checks: list[RowCheck] = []
         self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.borrowed: tuple[Any, Any] = (None, None)
-        self._fp8_head: Fp8Head | None = None
         # Forwards of this number of requests or more end before the head. The head then multiplies the rows
         # of verified slots alone, outside the forward and the graphs.
         self.ends_before_head_from = math.inf
@@ -133,19 +131,9 @@ class BlockDraftModel(nn.Module):
         self.mask_embedding = embedding.vector.to(self.norm.weight)
 
     @property
-    def head(self) -> nn.Module | Fp8Head:
+    def head(self) -> nn.Module:
         """LM head of the draft, over `draft_vocab_size` tokens."""
-        return self._fp8_head or self._plain_head()
-
-    def _plain_head(self) -> nn.Module:
         return self.lm_head if self.lm_head is not None else self.borrowed[1]
-
-    def use_fp8_head(self) -> str | None:
-        """Draft with an FP8 copy of the head. If that cannot be, return why and change nothing."""
-        reason = reason_against(self._plain_head())
-        if reason is None:
-            self._fp8_head = Fp8Head(self._plain_head())
-        return reason
 
     def renew_copies(self) -> None:
         """Rebuild tensors derived from the weights, after an update of the draft or the target.
@@ -154,8 +142,6 @@ class BlockDraftModel(nn.Module):
         """
         for layer in self.layers:
             layer.self_attn.qk_weight = None
-        if self._fp8_head is not None:
-            self._fp8_head.refresh()
 
     def draft_tokens(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the argmax of hidden [n, hidden] in target vocabulary, [n] int64."""

@@ -70,7 +70,7 @@ def test_what_left_is_refused_with_what_replaces_it(parser, name, monkeypatch, c
         assert f"{name} has left the plugin: {LEFT[name]}" in capsys.readouterr().err
         assert name not in parser.format_help()
         return
-    for asks_for_nothing in ("", "0"):
+    for asks_for_nothing in ("", "0", "auto"):
         monkeypatch.setenv(name, asks_for_nothing)
         refuse_variables_that_left()
     monkeypatch.setenv(name, "1")

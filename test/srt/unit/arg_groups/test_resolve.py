@@ -143,12 +143,10 @@ def test_nothing_experimental_is_on_by_default_on_a_gpu():
     args = resolving_view(resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET))))
     assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
     assert not DFlashOptions.COPY_AHEAD.get() and not DFlashOptions.WAIT_UNDER_DRAFT.get()
-    assert DFlashOptions.DRAFT_HEAD_DTYPE.get() == "auto"
 
 
 EXTRA = {
     DFlashOptions.COPY_AHEAD: ("1", "copies"),
-    DFlashOptions.DRAFT_HEAD_DTYPE: ("fp8", "FP8 head"),
     DFlashOptions.WAIT_UNDER_DRAFT: ("1", "wait under"),
 }
 
@@ -158,7 +156,7 @@ def test_basic_mode_leaves_out_what_is_extra(monkeypatch, caplog):
     monkeypatch.setenv(DFlashOptions.BASIC_MODE.variable, "1")
     resolve(record_of())
     [said] = [message for message in caplog.messages if "SGLANG_DFLASH_BASIC=1" in message]
-    assert not [part for part in ("copies", "FP8", "wait under", "ReplaySSM") if part in said]
+    assert not [part for part in ("copies", "wait under", "ReplaySSM") if part in said]
     caplog.clear()
     for option, (value, _) in EXTRA.items():
         monkeypatch.setenv(option.variable, value)

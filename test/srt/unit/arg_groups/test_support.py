@@ -155,7 +155,6 @@ def test_http_workers_without_an_interface_fall_back(monkeypatch):
         (DFlashOptions.COPY_AHEAD, "1", "--speculative-copy-ahead"),
         (DFlashOptions.WAIT_UNDER_DRAFT, "1", "SGLANG_DFLASH_WAIT_UNDER_DRAFT"),
         (DFlashOptions.DRAFT_SAMPLE_METHOD, "probabilistic", "--speculative-draft-sample-method"),
-        (DFlashOptions.DRAFT_HEAD_DTYPE, "fp8", "--speculative-draft-head-dtype"),
     ],
 )
 def test_what_only_ours_has_is_not_dropped_silently(option, value, flag, monkeypatch):

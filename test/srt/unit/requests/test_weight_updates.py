@@ -160,17 +160,13 @@ def test_direct_copies(pair):
 
 
 def test_the_targets_embedding_is_the_drafts(pair):
-    """The draft reads the borrowed modules, and its FP8 head follows them."""
+    """The draft reads the borrowed modules."""
     tensors = tensors_of(TARGET)
-    assert pair.draft.use_fp8_head() is None
-    before = pair.draft.head.weight.clone()
     new = changed(tensors, "model.embed_tokens.weight")
     assert pair.send(new)[0]
     ids = torch.arange(20)
     assert torch.equal(pair.draft.embed(ids), new["model.embed_tokens.weight"][:20])
-    assert torch.equal(pair.draft.head.weight, before.roll(1, 0))
     assert pair.send({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})[0]
-    pair.draft._fp8_head = None
 
 
 def test_plain_weights_for_a_draft_that_was_dequantized(tmp_path):

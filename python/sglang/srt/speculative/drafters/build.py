@@ -16,7 +16,6 @@ from sglang_dflash.srt.compat import run_as_draft
 from sglang_dflash.srt.configs.checkpoint import read_mask_embedding
 from sglang_dflash.srt.configs.draft_tensors import EMBEDDING, HEAD, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError
-from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
@@ -100,8 +99,6 @@ def build_drafter(draft_runner: Any, target_model: Any, block_size: int, layout:
     check_borrowed_layers(layout, target_model)
     drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
-    if DFlashOptions.DRAFT_HEAD_DTYPE.get() == "fp8" and (reason := model.use_fp8_head()) is not None:
-        logger.warning("--speculative-draft-head-dtype fp8 is off: %s.", reason)
     if layout.local_dp:
         run_on_own_ranks(drafter, layout)
     logger.info(
