@@ -57,6 +57,8 @@ def watch() -> None:
     def counted_run(self, *args, **kwargs):
         global launched
         launched += 1
+        if launched == 1:
+            report.order.clear()  # of cycles at start-up
         return run(self, *args, **kwargs)
 
     def counted_process(self, *args, **kwargs):
