@@ -47,11 +47,11 @@ def format_error(error: Exception) -> str:
 
 
 def make_owner(draft: Any, target: Any) -> Callable[[str], bool]:
-    """Make the function that tells by its name whether a tensor belongs to the draft, for the selector "all".
+    """Make the function that tells by its name whether a tensor belongs to the draft.
 
-    A trainer sends a target's tensors as Hugging Face names them: `model.layers.0...`, `lm_head.weight`. A
-    draft's names have no prefix. SGLang's targets take many names without a prefix too. The function raises
-    ValueError for a name of both models.
+    It is for the selector "all". A trainer sends a target's tensors as Hugging Face names them:
+    `model.layers.0...`, `lm_head.weight`. A draft's names have no prefix. SGLang's targets take many names
+    without a prefix too. The function raises ValueError for a name of both models.
     """
     expected, _ = expected_tensors(draft.config, draft.draft)
     names = [*expected, *IGNORED_TENSORS, *(name for name, _ in draft.named_parameters())]
