@@ -19,7 +19,13 @@ import pytest
 import torch
 from serving import TARGET, WHOLE_BLOCKS, dflash_arguments
 from support.copy_watch import Outcomes
-from support.families import write_dflash2_draft, write_draft, write_peagle_draft, write_target
+from support.families import (
+    write_deepseek_draft,
+    write_dflash2_draft,
+    write_draft,
+    write_peagle_draft,
+    write_target,
+)
 from support.scheduled import Answer, Job, run
 from support.sequence_probs import (
     FALSE_ALARM,
@@ -49,7 +55,9 @@ DRAFTING = {
     "probabilistic, copy ahead, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE, *COPIES)),
     "probabilistic, DFlash2, widths change": ("dflash2", (*PROBABILISTIC, *WIDTHS_CHANGE)),
     "probabilistic, P-EAGLE": ("peagle", (*PROBABILISTIC, WHOLE_BLOCKS)),
+    "probabilistic, DeepSeek's block of 7": ("deepseek", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
+LONG = ("probabilistic, DeepSeek's block of 7",)
 assert SAMPLES * len(PROMPTS) * LENGTH > 30_000
 
 
@@ -61,6 +69,7 @@ def checkpoints(tmp_path_factory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TARGET / name, folder / "target")
     write_draft(folder / "dflash", VOCABULARY)
+    write_deepseek_draft(folder / "deepseek", VOCABULARY)
     write_dflash2_draft(folder / "dflash2", VOCABULARY)
     write_peagle_draft(folder / "peagle", VOCABULARY, VOCABULARY // 2)
     return folder
@@ -100,7 +109,14 @@ def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
     assert LENGTH * len(answers) > 1.2 * cycles, "the test shows little: hardly a drafted token was accepted"
 
 
-@pytest.mark.parametrize("drafting", [name for name in DRAFTING if name != "probabilistic"])
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
+        for name in DRAFTING
+        if name != "probabilistic"
+    ],
+)
 def test_sequences_have_the_targets_probabilities(drafting, checkpoints, expected, tmp_path):
     copies = "copy ahead" in drafting
     # Without this patch texts of eight tokens would have too few matches.

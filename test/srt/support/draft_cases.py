@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from serving import DRAFT
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
-from support.drafts import random_weights
+from support.drafts import as_deepseek, random_weights
 from support.engine import Pools, build, read_config, start
 from support.reference_dflash import ReferenceDFlash
 from torch.nn.functional import pad
@@ -73,6 +73,9 @@ VARIANTS = {
     "narrow window": MIXED | {"sliding_window": 2, "layer_types": ["full_attention", "sliding_attention"]},
     "block of 16": {"block_size": 16},
     "sample from anchor": _nested(sample_from_anchor=True),
+    # Its file has DeepSpec's fields; the reference reads these.
+    "DeepSeek's block of 7": {"architectures": ["Qwen3DSparkModel"], "block_size": 7}
+    | _nested(sample_from_anchor=True),
     "sliding, counted from the anchor, not causal": WINDOWED | NOT_CAUSAL | _nested(window_from_anchor=True),
     "sliding, counted from the anchor": WINDOWED | _nested(window_from_anchor=True),
 }
@@ -141,7 +144,8 @@ class Case:
         self.config = config
         self.num_aux, self.weights = num_aux, weights
         self.reference = self.reference_class(config, weights)
-        self.model = build(self.model_class, read_config(config, tmp_path), iter(weights.items()))
+        stored = as_deepseek(config) if config["architectures"] == ["Qwen3DSparkModel"] else config
+        self.model = build(self.model_class, read_config(stored, tmp_path), iter(weights.items()))
         generator = torch.Generator().manual_seed(1)
         self.embedding = torch.nn.Embedding(config["vocab_size"], config["hidden_size"])
         self.embedding.weight.data = torch.randn(

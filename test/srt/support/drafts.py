@@ -35,6 +35,21 @@ def make_draft(
     return write_checkpoint(folder, config, tensors if weights is None else weights(tensors))
 
 
+def as_deepseek(config: dict) -> dict:
+    """Return a DFlash config as DeepSpec writes one of a draft without heads, with a block of 7."""
+    nested = config["dflash_config"]
+    kept = {name: value for name, value in config.items() if name != "dflash_config"}
+    return kept | {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 7,
+        "mask_token_id": nested["mask_token_id"],
+        "target_layer_ids": nested["target_layer_ids"],
+        "num_anchors": 512,
+        "markov_rank": 0,
+        "enable_confidence_head": False,
+    }
+
+
 def always_wrong(folder: Path) -> Path:
     """Negate the trained draft's last norm: every logit changes sign.
 

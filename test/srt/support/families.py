@@ -16,7 +16,7 @@ from serving import PEAGLE_DRAFT
 from support.dflash2_cases import OPTIONS as DFLASH2_OPTIONS
 from support.dflash2_cases import random_dflash2_weights
 from support.draft_cases import BASE
-from support.drafts import random_peagle_weights, random_weights, read_config, write_checkpoint
+from support.drafts import as_deepseek, random_peagle_weights, random_weights, read_config, write_checkpoint
 
 VOCAB, HIDDEN, LAYERS = 1100, 64, 6
 # Layers that a draft reads and that are compared with Hugging Face's: neither first, last nor adjacent.
@@ -363,6 +363,12 @@ def write_draft(folder: Path, vocab: int = VOCAB) -> Path:
     """Write a random DFlash draft for any of the targets."""
     config = _draft_config(vocab)
     return write_checkpoint(folder, config, random_weights(config, len(LAYER_IDS)))
+
+
+def write_deepseek_draft(folder: Path, vocab: int = VOCAB) -> Path:
+    """Write a random draft with the config of DeepSeek's block-7 drafts for any of the targets."""
+    config = _draft_config(vocab)
+    return write_checkpoint(folder, as_deepseek(config), random_weights(config, len(LAYER_IDS)))
 
 
 def write_dflash2_draft(folder: Path, vocab: int = VOCAB) -> Path:

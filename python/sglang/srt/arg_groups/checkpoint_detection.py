@@ -11,14 +11,19 @@ from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_formats import check_draft_config, is_flat_peagle, layer_inputs
-from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type, verifier_of
+from sglang_dflash.srt.configs.speculators_format import is_served, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
 logger = logging.getLogger(__name__)
 
 # Values of --speculative-algorithm that run a draft of this kind.
-_ALGORITHMS = {"dflash": ("DFLASH",), "dflash2": ("DFLASH",), "peagle": ("DFLASH", "PEAGLE", "EAGLE3")}
-_DISPLAY_NAMES = {"dflash": "DFLASH", "dflash2": "DFlash2", "peagle": "P-EAGLE"}
+_ALGORITHMS = {
+    "dflash": ("DFLASH",),
+    "dflash2": ("DFLASH",),
+    "dspark": ("DFLASH",),
+    "peagle": ("DFLASH", "PEAGLE", "EAGLE3"),
+}
+_DISPLAY_NAMES = {"dflash": "DFLASH", "dflash2": "DFlash2", "dspark": "DFlash", "peagle": "P-EAGLE"}
 
 
 def detect_speculators_model(server_args: Any, previous: Any) -> None:
@@ -36,7 +41,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     args = resolving_view(server_args)
     DFlashOptions.TARGET_LAYERS.clear()
     config = read_config(args.model_path, args.revision)
-    if config is not None and speculators_type(config) in SERVED_TYPES:
+    if config is not None and is_served(config):
         checkpoint = args.model_path
         kind = speculators_type(config)
         verifier_name = verifier_of(config, checkpoint)  # reports nearly all its faults

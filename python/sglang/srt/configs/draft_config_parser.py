@@ -12,11 +12,10 @@ from sglang.srt.utils.hf_transformers.config import HfModelConfigParser
 from transformers import PretrainedConfig, Qwen3Config
 
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
-from sglang_dflash.srt.configs.draft_formats import flat_config, is_flat_peagle
+from sglang_dflash.srt.configs.draft_formats import flat_config, is_converted
 from sglang_dflash.srt.configs.draft_kinds import ALIASES, config_class
 from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, short_repr
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, find_quantization
-from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, speculators_type
 from sglang_dflash.srt.environ import DFlashOptions
 
 
@@ -40,7 +39,7 @@ class DraftConfigParser(HfModelConfigParser):
         options = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
         plain = partial(super().parse, model, **options)
         read: Callable[[], Any]
-        if speculators_type(config) in SERVED_TYPES or is_flat_peagle(config, checkpoint):
+        if is_converted(config, checkpoint):
             flat = flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
             model_type = flat["model_type"]
             read = partial(Qwen3Config.from_dict, flat, name_or_path=checkpoint)

@@ -11,6 +11,8 @@ from typing import Any
 from sglang_dflash.srt.configs.checkpoint import find_file, read_config, read_object, tensor_shapes
 from sglang_dflash.srt.configs.draft_config import NESTED_ONLY, DFlashDraftConfig, names_sliding_layers
 from sglang_dflash.srt.configs.draft_kinds import (
+    DEFAULT_DEPTH,
+    DSPARK_ARCHITECTURES,
     PEAGLE_ARCHITECTURE,
     PEAGLE_NORMS,
     PEagleDraftConfig,
@@ -38,12 +40,19 @@ from sglang_dflash.srt.configs.quantization import (
 )
 from sglang_dflash.srt.configs.speculators_format import (
     flat_draft,
+    is_served,
     is_speculators_config,
     normalize,
     speculators_fields,
     speculators_ids_to_layer_outputs,
 )
-from sglang_dflash.srt.configs.unsupported import BUILTIN_ARCHITECTURES, Unsupported, draft_findings, field_of
+from sglang_dflash.srt.configs.unsupported import (
+    BUILTIN_ARCHITECTURES,
+    Unsupported,
+    draft_findings,
+    dspark_heads,
+    field_of,
+)
 from sglang_dflash.srt.environ import DFlashOptions
 
 FLAT_PEAGLE_ARCHITECTURES = (
@@ -55,11 +64,12 @@ FLAT_PEAGLE_ARCHITECTURES = (
     "PeagleQwen3ForCausalLM",
     "PEagleDraftModel",
 )
-DEFAULT_DEPTH = 7  # drafted tokens a step, if the config does not say
 
 # Fields that describe a file or its training.
 _OF_FILES = {"auto_map", "compression_config", "embed_requires_grad", "norm_output"}
 _OF_FILES |= {"speculators_model_type", "speculators_version"}
+# Top-level fields of the library's files whose other value in the layers' object is the target's.
+_OF_TOP = {"model_type", "tie_word_embeddings", "torch_dtype", "quantization_config"}
 # A draft's positions are a text's, so M-RoPE's sections say nothing.
 _ROPE_FIELDS = {*RopeFields.model_fields, "rope_dim", "mrope_section", "mrope_interleaved"}
 _ROPE_FIELDS |= {"full_attention", "sliding_attention"}  # objects of these fields
@@ -90,8 +100,10 @@ def flat_config(
         flat = normalize(config, checkpoint, target_layers)
     elif is_flat_peagle(config, checkpoint):
         flat = flatten_peagle(config, checkpoint, target_layers)
+    elif is_flat_dspark(config):
+        flat = flatten_dspark(config, checkpoint)
     else:
-        check_architectures(config.get("architectures"), checkpoint)
+        check_architectures(config.get("architectures"), checkpoint, dspark_heads(config))
         flat = dict(config)
     if names_sliding_layers(flat.get("layer_types")):
         flat["use_sliding_window"] = True  # without it transformers drops the window
@@ -130,9 +142,11 @@ def checkpoint_findings(
 
 def unread_fields(config: Mapping[str, Any]) -> list[str]:
     """Name the fields of a draft's config.json that are neither read nor refused, nor null."""
-    from transformers import Qwen3Config
+    from transformers import PretrainedConfig, Qwen3Config
 
     kind = config_class(config.get("architectures")) or PEagleDraftConfig
+    if is_flat_dspark(config):
+        kind = DFlashDraftConfig
     own = kind.nested_fields() | (_PEAGLE_FIELDS if kind is PEagleDraftConfig else set())
     of_layers = {*LayerFields.model_fields, *Qwen3Config().to_dict(), "partial_rotary_factor", *_OF_FILES}
     places = [("", config, of_layers | own - NESTED_ONLY | {"dflash_config"})]
@@ -140,7 +154,9 @@ def unread_fields(config: Mapping[str, Any]) -> list[str]:
     before, layers = "", config
     if is_speculators_config(config):
         before, layers = "transformer_layer_config.", as_object(config.get("transformer_layer_config"))
-        places = [("", config, speculators_fields(config) | of_layers), (before, layers, of_layers)]
+        same = {name for name in of_layers if config.get(name) == layers.get(name)}
+        top = speculators_fields(config) | same | {*PretrainedConfig().to_dict(), *_OF_FILES, *_OF_TOP}
+        places = [("", config, top), (before, layers, of_layers)]
     places += [(f"{before}{name}.", as_object(layers.get(name)), _ROPE_FIELDS) for name in ROPES]
     return [
         f"{place}{name}"
@@ -148,6 +164,50 @@ def unread_fields(config: Mapping[str, Any]) -> list[str]:
         for name, value in fields.items()
         if value is not None and name not in known and field_of(name) is None
     ]
+
+
+def is_converted(config: Mapping[str, Any], checkpoint: str) -> bool:
+    """Return True for a config.json that `flat_config` converts, as SGLang cannot read it."""
+    return is_served(config) or is_flat_peagle(config, checkpoint) or is_flat_dspark(config)
+
+
+def is_flat_dspark(config: Mapping[str, Any]) -> bool:
+    """Return True for a DeepSpec draft without heads, or whose Markov head is denied."""
+    is_named = first_name(config.get("architectures")) == DSPARK_ARCHITECTURES[0]
+    if not is_named or is_speculators_config(config):
+        return False
+    return not any(head.startswith("markov_rank") for head in dspark_heads(config))
+
+
+def flatten_dspark(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]:
+    """Convert the config of a DSpark draft without heads, DFlash that samples from the anchor.
+
+    It is DeepSpec's `Qwen3DSparkModel`. Its block of `block_size` rows drafts as many tokens. Its rows see
+    each other, and layer ids name outputs, as z-lab's do. Source: DeepSpec, `modeling/dspark/qwen3`.
+
+    Raises:
+        DraftConfigError: the config has faults. The message names all of them.
+    """
+    nested = as_object(config.get("dflash_config"))
+    problems = [f"{head}: a confidence head is not supported (only false)" for head in dspark_heads(config)]
+    for name in ("block_size", "mask_token_id", "target_layer_ids"):
+        given = [place[name] for place in (nested, config) if place.get(name) is not None]
+        if not given:
+            problems.append(f"{name} is missing")
+        elif given[0] != given[-1]:
+            problems.append(
+                f"{name} is {short_repr(given[1])}, but dflash_config.{name} is {short_repr(given[0])}"
+            )
+    if nested.get("sample_from_anchor", True) is not True:
+        anchor = short_repr(nested["sample_from_anchor"])
+        problems.append(f"dflash_config.sample_from_anchor is {anchor}, but every row of the block drafts")
+    if problems:
+        raise DraftConfigError(checkpoint, problems)
+    return {
+        **config,
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {"input_embedding_scale": 1.0, **nested, "sample_from_anchor": True},
+    }
 
 
 def is_flat_peagle(config: Mapping[str, Any], checkpoint: str) -> bool:
@@ -256,7 +316,14 @@ def remarks_on_config(checkpoint: str, revision: str | None = None) -> list[str]
     if flat is None or config is None:
         return []
     unread = ", ".join(unread_fields(config))
+    is_librarys_peagle = is_speculators_config(config) and flat["architectures"] == [PEAGLE_ARCHITECTURE]
+    lacks_depth = is_librarys_peagle and config.get("speculators_config") is None
     return [
         *assumed_values(flat),
+        *(
+            [f"speculators_config is missing, {DEFAULT_DEPTH} drafted tokens are assumed"]
+            if lacks_depth
+            else ()
+        ),
         *([f"config.json has fields that are not read: {unread}"] if unread else ()),
     ]

@@ -98,6 +98,7 @@ class DFlash2DraftConfig(DFlashDraftConfig):
 
 
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
+DEFAULT_DEPTH = 7  # drafted tokens a step, if the config does not say
 PEAGLE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # options of the format
 
 
@@ -164,8 +165,14 @@ class PEagleDraftConfig(DFlashDraftConfig):
         return self.qk_norm
 
 
-# NeMo AutoModel's names of formats that are z-lab's otherwise.
-ALIASES = {"Qwen3DFlashDraftModel": "DFlashDraftModel", "Qwen3DFlash2DraftModel": "DFlash2DraftModel"}
+# Names by NeMo AutoModel and AngelSlim of formats that are z-lab's otherwise.
+ALIASES = {
+    "Qwen3DFlashDraftModel": "DFlashDraftModel",
+    "Qwen3DFlash2DraftModel": "DFlash2DraftModel",
+    "QwenDFlashDraftModel": "DFlashDraftModel",
+}
+# DSpark drafts, by DeepSpec and by SpecForge. SGLang has an algorithm for them.
+DSPARK_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 _CONFIG_CLASSES: dict[str, type[DFlashDraftConfig]] = {
     "DFlashDraftModel": DFlashDraftConfig,
     PEAGLE_ARCHITECTURE: PEagleDraftConfig,
@@ -179,17 +186,25 @@ def config_class(architectures: Any) -> type[DFlashDraftConfig] | None:
     return _CONFIG_CLASSES.get(first_name(architectures) or "")
 
 
-def check_architectures(architectures: Any, checkpoint: str) -> type[DFlashDraftConfig]:
-    """Return the class of a config. Raises ValueError if the names are not a draft's."""
+def check_architectures(
+    architectures: Any, checkpoint: str, heads: Sequence[str] = ()
+) -> type[DFlashDraftConfig]:
+    """Return the class of a config. Raises ValueError if the names are not a draft's.
+
+    `heads` are those of a DSpark draft, for the message.
+    """
     names = architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         problem = f"architectures must be a list of names, got {short_repr(architectures)}"
         raise DraftConfigError(checkpoint, [problem])
     found = config_class(names)
     if found is None:
+        hint = f"expected one of {sorted(_CONFIG_CLASSES)}"
+        if first_name(names) in DSPARK_ARCHITECTURES and heads:
+            hint = f"a DSpark draft ({', '.join(heads)}): start it with `--speculative-algorithm DSPARK`"
         raise ValueError(
             f"{checkpoint!r} is neither a DFlash nor a P-EAGLE draft: its architectures are "
-            f"{short_repr(architectures)}, expected one of {sorted(_CONFIG_CLASSES)}."
+            f"{short_repr(architectures)}, {hint}."
         )
     return found
 

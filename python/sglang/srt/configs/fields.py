@@ -222,6 +222,7 @@ class LayerFields(StrictModel):
     vocab_size: Size
     head_dim: Annotated[Size, Field(multiple_of=2)] | None = None  # RoPE turns pairs
     max_position_embeddings: Size | None = None
+    layer_types: list[str] | None = None
     sliding_window: Count | None = None
     max_window_layers: Count | None = None
     attention_bias: bool | None = None

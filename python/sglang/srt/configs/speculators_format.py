@@ -18,9 +18,15 @@ from pydantic import (
 )
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
-from sglang_dflash.srt.configs.draft_kinds import PEAGLE_ARCHITECTURE, PEAGLE_NORMS, default_layer_inputs
+from sglang_dflash.srt.configs.draft_kinds import (
+    DEFAULT_DEPTH,
+    PEAGLE_ARCHITECTURE,
+    PEAGLE_NORMS,
+    default_layer_inputs,
+)
 from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
+    Count,
     DraftConfigError,
     LayerFields,
     LayerIds,
@@ -31,12 +37,14 @@ from sglang_dflash.srt.configs.fields import (
     short_repr,
     validated,
 )
-from sglang_dflash.srt.configs.unsupported import variant_findings
+from sglang_dflash.srt.configs.unsupported import dspark_heads, variant_findings
 
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
-_SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")
+_SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")  # dspark: with heads
 # The library's default, for a file whose tensors are not here.
 _DEFAULT_VOCABULARY = 32_000
+# Layers' fields that vLLM's reader takes from the top level too.
+_WINDOW_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 _PEAGLE_INPUTS = "eagle_aux_hidden_state_layer_ids"
 # Names of P-EAGLE drafts, which may be all that says what they are.
 _PEAGLE_ARCHITECTURES = (PEAGLE_ARCHITECTURE, "PEagleSpeculator", "PeagleLlamaForCausalLM")
@@ -108,6 +116,16 @@ def _check_width(value: int | None, info: ValidationInfo) -> int | None:
     return value
 
 
+def _check_levels(value: Any, info: ValidationInfo) -> Any:
+    """Refuse a value that the layers' object gives otherwise."""
+    layers = info.data.get("transformer_layer_config")
+    nested = getattr(layers, str(info.field_name), None)
+    if None not in (value, nested) and value != nested:
+        place = f"transformer_layer_config.{info.field_name}"
+        raise ValueError(f"is {short_repr(value)}, but {place} is {short_repr(nested)}")
+    return value
+
+
 def _check_norms(value: bool, info: ValidationInfo) -> bool:
     if value and info.data.get("norm_before_fc"):
         raise ValueError("is not possible: norm_before_fc and fc_norm are both true")
@@ -125,15 +143,19 @@ class _Draft(_Object):
 
     mask_token_id: int
     draft_vocab_size: Positive
-    speculators_config: _Speculators
+    speculators_config: _Speculators | None = None
     transformer_layer_config: Annotated[LayerFields, BeforeValidator(_choose_rope)]
+    layer_types: Annotated[list[str] | None, AfterValidator(_check_levels)] = None
+    sliding_window: Annotated[Count | None, AfterValidator(_check_levels)] = None
+    use_sliding_window: Annotated[bool | None, AfterValidator(_check_levels)] = None
+    max_window_layers: Annotated[Count | None, AfterValidator(_check_levels)] = None
     target_hidden_size: Annotated[int | None, AfterValidator(_check_width)] = None
     layer_inputs: LayerInputs  # each kind has another name for it
 
     @field_validator("speculators_config")
     @classmethod
-    def _check_algorithm(cls, value: _Speculators) -> _Speculators:
-        if value.algorithm != cls.kind:
+    def _check_algorithm(cls, value: _Speculators | None) -> _Speculators | None:
+        if value is not None and value.algorithm != cls.kind:
             raise ValueError(f"has algorithm {value.algorithm!r}, but speculators_model_type is {cls.kind!r}")
         return value
 
@@ -143,13 +165,14 @@ class _Draft(_Object):
 
     def flatten(self, layers: Mapping[str, Any]) -> dict[str, Any]:
         """Return a flat Qwen3 config with a `dflash_config`, from the layers as the file has them."""
-        [method] = self.speculators_config.proposal_methods
-        tokens = method.speculative_tokens
+        methods = self.speculators_config.proposal_methods if self.speculators_config else ()
+        tokens = next((method.speculative_tokens for method in methods), None)
+        window = {name: value for name in _WINDOW_FIELDS if (value := getattr(self, name)) is not None}
         return flat_draft(
-            _choose_rope(layers),
+            _choose_rope({**layers, **window}),
             architecture=self.architecture,
             # P-EAGLE's block is the newest token and the number of drafted tokens of the training.
-            block_size=getattr(self, "block_size", tokens + 1),
+            block_size=getattr(self, "block_size", (tokens or DEFAULT_DEPTH) + 1),
             mask_token_id=self.mask_token_id,
             draft_vocab_size=self.draft_vocab_size,
             speculative_tokens=tokens,
@@ -173,6 +196,16 @@ class _DFlash(_Draft):
             "sliding_is_causal": not self.sliding_window_non_causal,
             "window_from_anchor": True,
         }
+
+
+class _DSpark(_DFlash):
+    """A DSpark draft without heads, whose anchor drafts unless the file denies it."""
+
+    kind: ClassVar[str] = "dspark"
+
+    sample_from_anchor: bool = True
+    markov_rank: Literal[0]
+    enable_confidence_head: Literal[False]
 
 
 def _check_taps(value: int, info: ValidationInfo) -> int:
@@ -219,9 +252,7 @@ class _PEagle(_Draft):
         return {"qk_norm": has_qk_norm, **self.model_dump(include=set(PEAGLE_NORMS))}
 
 
-_DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _DFlash2, _PEagle)}
-# Each `speculators_model_type` that `normalize` converts.
-SERVED_TYPES = tuple(_DRAFTS)
+_DRAFTS: dict[str, type[_Draft]] = {draft.kind: draft for draft in (_DFlash, _DFlash2, _DSpark, _PEagle)}
 
 
 def speculators_type(config: Mapping[str, Any]) -> Any:
@@ -231,6 +262,13 @@ def speculators_type(config: Mapping[str, Any]) -> Any:
     if kind is None and not is_flat and first_name(config.get("architectures")) in _PEAGLE_ARCHITECTURES:
         return "peagle"
     return kind
+
+
+def is_served(config: Mapping[str, Any]) -> bool:
+    """Return True for a config.json that `normalize` converts."""
+    kind = speculators_type(config)
+    is_known = isinstance(kind, str) and kind in _DRAFTS
+    return is_known and not (kind == _DSpark.kind and dspark_heads(config))
 
 
 def is_speculators_config(config: Mapping[str, Any]) -> bool:
@@ -279,6 +317,9 @@ def normalize(config: Mapping[str, Any], checkpoint: str, target_layers: int | N
 def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
     """Return a checkpoint's target. Raises DraftConfigError if it names none."""
     read = _read(config, checkpoint, target_layers=MAX_LAYERS)  # the depth is that of the target
+    if read.speculators_config is None:
+        give = "give it: --model-path TARGET --speculative-draft-model-path CHECKPOINT"
+        raise DraftConfigError(checkpoint, [f"speculators_config is missing, which names the target; {give}"])
     verifier = read.speculators_config.verifier.name_or_path
     if not verifier:
         raise DraftConfigError(checkpoint, ["speculators_config.verifier.name_or_path is empty"])
@@ -287,12 +328,15 @@ def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
 
 def _read(config: Mapping[str, Any], checkpoint: str, target_layers: int | None) -> _Draft:
     kind = speculators_type(config)
-    draft = _DRAFTS.get(kind) if isinstance(kind, str) else None
-    if draft is None:
+    if not is_served(config):
         hint = "; vLLM may serve it" if kind in _SERVED_ELSEWHERE else ""
-        served = ", ".join(SERVED_TYPES)
+        heads = ", ".join(dspark_heads(config)) if kind == _DSpark.kind else ""
+        served = ", ".join(_DRAFTS)
         problem = f"speculators_model_type {kind!r} is not served here (only {served}){hint}"
+        if heads:
+            problem = f"speculators_model_type 'dspark' is not served here with heads: {heads}{hint}"
         raise DraftConfigError(checkpoint, [problem])
+    draft = _DRAFTS[str(kind)]
     if found := variant_findings(config, {}, speculators_fields(config)):
         raise DraftConfigError(checkpoint, [finding.what for finding in found])
     defaults: dict[str, Any] = {}

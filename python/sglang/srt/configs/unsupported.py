@@ -5,6 +5,7 @@ in a warning: they may be the trainer's notes.
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
@@ -53,6 +54,7 @@ class FieldRule(NamedTuple):
 
 
 _DOMINO, _DSPARK, _LILICORR = "a Domino projector", "a Markov head (DSpark)", "a correction head (LiLiCorr)"
+_DSPARK_HEAD = "another head of DSpark"
 _PROJECTOR, _ATTENTION = "another projector behind the draft", "another kind of attention"
 _SELECTOR, _MICRO = "this option of a candidate selector, under this architecture,", "a block of blocks"
 _MLA, _KDA = "latent attention (MLA)", "linear attention (KDA)"
@@ -68,6 +70,9 @@ FIELDS = {
     "selector_": FieldRule(_SELECTOR),
     "lilicorr_": FieldRule(_LILICORR),
     "markov_": FieldRule(_DSPARK),
+    **dict.fromkeys(
+        ("enable_confidence_head", "use_confidence_head", "enable_correction_head"), FieldRule(_DSPARK_HEAD)
+    ),
     "conv_": FieldRule("this option of convolutions, under this architecture,"),
     "attention_sink_bias": FieldRule("attention sinks"),
     "attention_value_scale": FieldRule("scaled values"),
@@ -82,9 +87,11 @@ FIELDS = {
     **dict.fromkeys(("micro_", "max_prev_micro_"), FieldRule(_MICRO)),
     "anchor_len": FieldRule(_MICRO, (1,)),
 }
+# Settings of a trainer, however they begin. They change no model: a warning names them.
+_OF_TRAINERS = re.compile(r".*_(loss_weight|loss_decay\w*|gamma|ratio)")
 _ROTARY_SHARE = FieldRule("partial rotary embeddings", (1,))
 # Of these, what the built-in does not run under DFLASH either.
-BUILTIN_LACKS = (_PROJECTOR, _DSPARK, _SELECTOR, _ATTENTION, _MICRO, _MLA, _KDA)
+BUILTIN_LACKS = (_PROJECTOR, _DSPARK, _DSPARK_HEAD, _SELECTOR, _ATTENTION, _MICRO, _MLA, _KDA)
 # Other models of drafts that the built-in runs under DFLASH.
 BUILTIN_ARCHITECTURES = ("DFlashLagunaForCausalLM", "MuseGlimmerAssistantModel")
 
@@ -142,6 +149,8 @@ def variant_findings(
     named = [value for value in (nested.get("projector_type"), config.get("projector_type")) if value]
     if named and not any(map(FIELDS["projector_type"].find_unread, named)):
         served = {*served, *_DOMINO_SIZES}  # which the speculators library writes for every draft
+    if 0 in (nested.get("markov_rank"), config.get("markov_rank")):
+        served = {*served, "markov_head_type"}  # which the library writes for a draft without the head
     found = []
     for before, fields in (("dflash_config.", nested), ("", config)):
         for name, value in fields.items():
@@ -153,8 +162,29 @@ def variant_findings(
     return found + [Unsupported(problem, True) for problem in _rope_problems(config)]
 
 
+def dspark_heads(config: Mapping[str, Any]) -> list[str]:
+    """Name the heads of a DSpark draft, which has them unless its config.json denies them.
+
+    Without any it is a plain DFlash draft. Sources: DeepSpec, and the speculators library's `dspark`.
+    """
+    nested = as_object(config.get("dflash_config"))
+    found = []
+    for name in ("markov_rank", "enable_confidence_head"):
+        value = config.get(name) if nested.get(name) is None else nested[name]
+        if value is None:
+            found.append(f"{name} is missing")
+        elif FIELDS["markov_" if name == "markov_rank" else name].find_unread(value):
+            found.append(f"{name} is {short_repr(value)}")
+    return found
+
+
 def field_of(name: Any) -> FieldRule | None:
-    """Look up a field in FIELDS, where a name that ends in "_" matches by prefix."""
+    """Look up a field in FIELDS, where a name that ends in "_" matches by prefix.
+
+    Settings of a trainer have no rule.
+    """
+    if _OF_TRAINERS.fullmatch(str(name)):
+        return None
     return next((f for e, f in FIELDS.items() if name == e or e[-1] == "_" and str(name).startswith(e)), None)
 
 

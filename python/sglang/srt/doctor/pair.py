@@ -24,7 +24,7 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.draft_tensors import ExaminedTensors, canonical_name, examine_tensors
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
-from sglang_dflash.srt.configs.speculators_format import SERVED_TYPES, is_speculators_config, speculators_type
+from sglang_dflash.srt.configs.speculators_format import is_served, is_speculators_config, speculators_type
 
 # Files that describe a checkpoint, without its tensors.
 _DESCRIPTIONS = ("*.json", "*.jinja")
@@ -176,7 +176,7 @@ def _read_flat(draft: Checkpoint, target_layers: int) -> dict[str, Any]:
     `target_layers` is the target's depth, for a draft that does not name the layers it reads.
     """
     kind = speculators_type(draft.config)
-    if is_speculators_config(draft.config) and kind not in SERVED_TYPES:
+    if is_speculators_config(draft.config) and not is_served(draft.config):
         raise BadInput(f"{draft.name}: a draft of kind {kind!r}; DFlash and P-EAGLE are examined here")
     try:
         return flat_config(draft.config, str(draft.folder), target_layers)

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
+from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
@@ -28,7 +29,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def is_draft(config: dict[str, Any]) -> bool:
     """Return whether a config.json is a draft's."""
     architectures = config.get("architectures") or [""]
-    is_named = "DraftModel" in architectures[0] or architectures[0] in FLAT_PEAGLE_ARCHITECTURES
+    others = *FLAT_PEAGLE_ARCHITECTURES, *DSPARK_ARCHITECTURES
+    is_named = "DraftModel" in architectures[0] or architectures[0] in others
     return is_speculators_config(config) or "dflash_config" in config or is_named
 
 

@@ -87,7 +87,10 @@ def test_the_largest_logits_are_of_the_first_tokens(kind, num_tokens):
     assert torch.equal(ids, expected.indices)
 
 
-@pytest.mark.parametrize("name", ["plain", "sliding, not causal", "layer ids left out", "sample from anchor"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "sliding, not causal", "layer ids left out", "sample from anchor", "DeepSeek's block of 7"],
+)
 @pytest.mark.parametrize(
     "verified", [(0, 0), (3, 0), (1,) * 10 + (0,)], ids=["whole blocks", "narrow", "a pause"]
 )
