@@ -176,8 +176,9 @@ class DFlashDraftConfig(StrictModel):
             if nested is not None:
                 problems.append(f"dflash_config must be an object, got {type(nested).__name__}")
             nested = {}
+        values = cls._values(hf_config, nested)
         try:
-            draft = cls.model_validate(cls._values(hf_config, nested))
+            draft = cls.model_validate(values)
         except ValidationError as error:
             # A field is named where the file has it.
             own = [key for key in cls._keys() if key.startswith("selector_")]
@@ -185,10 +186,29 @@ class DFlashDraftConfig(StrictModel):
             if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
                 names["is_causal"] = names.get("causal", "causal")
             problems += problems_of(error, names=names)
+        problems += cls._hidden_problems(hf_config, nested, values)
         problems += [found.what for found in variant_findings(vars(hf_config), nested, cls.nested_fields())]
         if draft is None or problems:
             raise DraftConfigError(checkpoint, problems)
         return draft
+
+    @classmethod
+    def _hidden_problems(
+        cls, hf_config: Any, nested: Mapping[str, Any], values: Mapping[str, Any]
+    ) -> list[str]:
+        """List top-level values of another type than their field's that `dflash_config` replaces."""
+        names = [key for key in cls._keys() if key not in NESTED_ONLY and nested.get(key) is not None]
+        hidden = {key: top for key in names if (top := getattr(hf_config, key, None)) is not None}
+        try:
+            cls.model_validate({**values, **hidden})
+        except ValidationError as error:
+            kinds = [(fault["loc"][0], fault["type"]) for fault in error.errors(include_url=False)]
+            return [
+                problem
+                for (name, kind), problem in zip(kinds, problems_of(error), strict=True)
+                if name in hidden and kind.endswith("_type")
+            ]
+        return []
 
     @classmethod
     def nested_fields(cls) -> set[str]:

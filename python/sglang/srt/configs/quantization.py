@@ -210,7 +210,7 @@ def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str 
     Raises:
         DraftConfigError: ModelOpt's file cannot be read.
     """
-    for key in ("quantization_config", "compression_config"):
+    for key in ("quantization_config", "compression_config", "quantization"):
         if config.get(key):
             return config[key]
     path = find_file(checkpoint, revision, MODELOPT_FILE)
@@ -238,6 +238,8 @@ def read_quantization(raw: Any) -> DraftQuantization | None:
     if isinstance(inner, dict):  # hf_quant_config.json
         raw = {"quant_method": "modelopt", **inner}
     method = raw.get("quant_method") or ("modelopt" if raw.get("quant_algo") else None)
+    if method is None and "bits" in raw:
+        raise ValueError(f"{short_repr(raw)} is of an MLX file: convert it to PyTorch's safetensors")
     if method in _COMPRESSED_TENSORS:
         return _read_compressed_tensors(raw)
     if isinstance(method, str) and method.startswith("modelopt"):
