@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.draft_formats import is_flat_peagle
+from sglang_dflash.srt.configs.draft_formats import is_converted
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.environ import DFlashOptions
@@ -99,8 +99,8 @@ def _reasons_to_refuse(server_args: Any, found: list[Unsupported]) -> list[str]:
     args = resolving_view(server_args)
     draft = args.speculative_draft_model_path
     config = read_config(draft, args.speculative_draft_model_revision) or {}
-    if is_speculators_config(config) or is_flat_peagle(config, draft):
-        requested.append("a reader of speculators and P-EAGLE checkpoints")
+    if is_speculators_config(config) or is_converted(config, draft):
+        requested.append("a reader of this draft's format")
     reasons = [f"it lacks {feature}, which was requested" for feature in requested]
     if not all(finding.builtin_supports for finding in found):
         reasons.append("it does not support all of this either")

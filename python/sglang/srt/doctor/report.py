@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, is_flat_dspark
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.interpretations import blocks
 from sglang_dflash.srt.doctor.measure import Measurement
@@ -49,7 +49,11 @@ def describe_draft(pair: Pair) -> str:
     if not pair.is_parsed:
         return "its config cannot be read"
     draft, mask_token_id = pair.config, pair.config.mask_token_id
-    made_by = "speculators" if is_speculators_config(pair.draft.config) else "z-lab"
+    made_by = "z-lab"
+    if is_speculators_config(pair.draft.config):
+        made_by = "speculators"
+    elif is_flat_dspark(pair.draft.config):
+        made_by = "DeepSpec"
     mask = pair.target.tokenizer and pair.target.tokenizer.convert_ids_to_tokens(mask_token_id)
     vocabulary = f", {draft.draft_vocab_size} of them drafted" if draft.has_own_vocabulary else ""
     return (

@@ -17,7 +17,7 @@ from serving import DRAFT, SPECULATORS_DRAFT
 from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-from support.drafts import REMOVE
+from support.drafts import REMOVE, as_deepseek, read_config, write_checkpoint
 from support.records import changed_draft, quantize_draft, record_of, resolve
 from support.releases import IS_0_5_22
 
@@ -164,9 +164,13 @@ def test_what_only_ours_has_is_not_dropped_silently(option, value, flag, monkeyp
     assert flag in str(refused.value)
 
 
-def test_a_speculators_draft_does_not_fall_back():
-    with pytest.raises(ValueError, match="(?s)--attn-cp-size.*a reader of speculators and P-EAGLE"):
-        resolve(record_of(SPECULATORS_DRAFT, attn_cp_size=2))
+@pytest.mark.parametrize("written_by", ["speculators", "DeepSeek"])
+def test_a_draft_that_the_built_in_cannot_read_does_not_fall_back(written_by, tmp_path):
+    draft = SPECULATORS_DRAFT
+    if written_by == "DeepSeek":
+        draft = write_checkpoint(tmp_path / "draft", as_deepseek(read_config(DRAFT)), {})
+    with pytest.raises(ValueError, match="(?s)--attn-cp-size.*a reader of this draft's format"):
+        resolve(record_of(draft, attn_cp_size=2))
 
 
 # name -> (changes to the draft's config, arguments, words of ours, words on the built-in)
