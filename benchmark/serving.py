@@ -220,10 +220,28 @@ def importing(folder: Path) -> dict[str, str]:
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a server and all its children."""
+    """End a server and all its children, and wait until they have given their memory back.
+
+    Raises TimeoutError if one of them lives on for a minute.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    deadline = time.monotonic() + 60
+    while group_is_alive(process.pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a process of group {process.pid} lives on")
+        time.sleep(0.02)
+
+
+def group_is_alive(group: int) -> bool:
+    """Return whether a process group has a process that is no zombie."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = file.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def heldout_prompts() -> list[dict]:
