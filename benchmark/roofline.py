@@ -30,7 +30,6 @@ class Gpu:
 
 H200 = Gpu("H200", 989e12, 4.8e12)
 H100 = Gpu("H100 SXM", 989e12, 3.35e12)
-BY_DEVICE = {"NVIDIA H200": H200, "NVIDIA H100 80GB HBM3": H100}  # by the driver's name
 
 
 @dataclass(frozen=True)

@@ -1,88 +1,123 @@
-"""Figures of a GPU with torch and Triton alone: no SGLang, no FlashInfer, nothing installed.
+"""Figures of a GPU with torch alone: no SGLang, no FlashInfer, nothing installed.
 
     python benchmark/gpu/bare.py --out FOLDER
 
-It measures the memory's bandwidth, the matrix products of Qwen3-8B by rows, its head in bf16 and FP8, and
-compares every Triton kernel with its plain PyTorch twin. FOLDER/bare.json has every figure as soon as it is
-measured. A figure that fails is a line with its error, and the next one follows.
+It measures the memory's bandwidth and, by rows, the matrix products of a layer of Qwen3-8B and of its head in
+bf16 and FP8. FOLDER/bare.json has every figure as soon as it is measured. One that fails is a line with its
+error, and the next one follows. Without CUDA products are small, and their figures mean nothing.
 
-Without CUDA, products are small and Triton interprets the kernels: their figures mean nothing.
-
-Exit status: 0 all well; 1 something failed or differs.
+Exit status: 0 all well; 1 something failed.
 """
 
 import argparse
-import functools
+import itertools
 import json
-import os
+import statistics
 import sys
 import time
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmark"), str(ROOT / "test" / "srt")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
 
-from gpu.products import bandwidth, measure_products  # noqa: E402
 from gpu.state import source_fingerprint, versions, write  # noqa: E402
 
+LAYER = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24_576), "down": (12_288, 4096)}
+HEAD = (4096, 151_936)  # like LAYER: columns of the input and of the product
+ROWS, HEAD_ROWS = (1, 16, 128, 256, 384, 768, 1536), (15, 240, 720)
+COPIES = 4  # of a layer's weights, 1.5 GB: they come from memory in serving too, not from a cache
+REPEATS = 20
+FP8 = torch.float8_e4m3fn
+DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 16)
 
-def stand_alone() -> None:
-    """Make the package importable from the checkout, and Triton interpret where it cannot compile."""
-    package = types.ModuleType("sglang_dflash")
-    package.__path__ = [str(ROOT / "python" / "sglang")]
-    sys.modules.setdefault("sglang_dflash", package)
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import
+
+def milliseconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the median time of all calls together, launched as one CUDA graph as in serving."""
+    for call in calls:
+        call()
+    if DEVICE == "cpu":
+        moments = [time.perf_counter()]
+        for _ in range(3):
+            for call in calls:
+                call()
+            moments.append(time.perf_counter())
+        return statistics.median(1e3 * (after - before) for before, after in itertools.pairwise(moments))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(events))
 
 
-class Report:
-    """Figures by section and name, printed and written as they come."""
+def bandwidth() -> dict:
+    source = torch.zeros((1 << 31) // SHRINK, dtype=torch.uint8, device=DEVICE)
+    copy = torch.empty_like(source)
+    return {"GB/s": round(2 * source.nbytes / milliseconds([lambda: copy.copy_(source)]) / 1e6, 1)}
 
-    def __init__(self, out: Path | None, **setting: Any):
-        self.figures: dict[str, Any] = setting
-        self.has_failed = False
-        self._out = out
 
-    def take(self, section: str, name: str, measure: Callable[[], dict]) -> dict:
-        """Keep what `measure` returns, or its error."""
-        begun = time.perf_counter()
-        try:
-            figure = measure()
-        except Exception as error:  # recorded, shown, and in the exit status
-            figure = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-        figure["seconds"] = round(time.perf_counter() - begun, 2)
-        self.has_failed |= "error" in figure or figure.get("verdict") == "differs"
-        self.figures.setdefault(section, {})[name] = figure
-        print(f"{section} {name}: {', '.join(f'{key} {value}' for key, value in figure.items())}", flush=True)
-        if self._out is not None:
-            write(self._out / "bare.json", json.dumps(self.figures, indent=1) + "\n")
-        return figure
+def random_matrix(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16)
+
+
+def products(weights: Sequence[torch.Tensor], rows: int, copies: int) -> dict:
+    """Multiply `rows` rows by each weight [columns, inputs]. The result is of one copy of all."""
+    inputs = {weight.shape[1]: random_matrix(rows, weight.shape[1]) for weight in weights}
+    ms = milliseconds([partial(F.linear, inputs[weight.shape[1]], weight) for weight in weights]) / copies
+    flops = 2 * rows * sum(weight.numel() for weight in weights) / copies
+    return {"ms": round(ms, 4), "TFLOP/s": round(flops / ms / 1e9, 3)}
+
+
+def fp8_product(head: torch.Tensor, rows: int) -> dict:
+    """Quantize `rows` rows and multiply them by an FP8 copy of the head, with scales by row of both."""
+    scale = torch.ones(len(head), 1, device=DEVICE)
+    copy, inputs = head.to(FP8), random_matrix(rows, head.shape[1])
+
+    def multiply() -> torch.Tensor:
+        scales = inputs.abs().amax(dim=1, keepdim=True).float() / torch.finfo(FP8).max
+        quantized = (inputs / scales).to(FP8)
+        return torch._scaled_mm(quantized, copy.t(), scales, scale.t(), out_dtype=torch.bfloat16)
+
+    return {"ms": round(milliseconds([multiply]), 4)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="folder of bare.json; default: nothing is written")
-    out, begun = parser.parse_args().out, time.perf_counter()
-    stand_alone()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    machine = torch.cuda.get_device_name() if device == "cuda" else "a CPU: figures mean nothing on a CPU"
+    parser.add_argument("--out", type=Path, required=True, help="folder of bare.json")
+    out, has_failed = parser.parse_args().out, False
+    machine = torch.cuda.get_device_name() if DEVICE == "cuda" else "a CPU: figures mean nothing on a CPU"
+    figures: dict = {"machine": machine, "versions": versions(), "source": source_fingerprint()}
     print(f"{machine}; torch {torch.__version__}", flush=True)
-    report = Report(out, machine=machine, versions=versions(), source=source_fingerprint())
-    report.take("bandwidth", "copy", functools.partial(bandwidth, device))
-    measure_products(report, device)
-    from gpu import twins  # imports the kernels and Triton, which `stand_alone` has prepared
-
-    for name, pairs in twins.TWINS.items():
-        report.take("kernels", name, functools.partial(twins.compare, pairs, device))
-    print(f"{time.perf_counter() - begun:.0f} s; {'something failed' if report.has_failed else 'all well'}")
-    return int(report.has_failed)
+    layer = [random_matrix(n // SHRINK, k // SHRINK) for k, n in [*LAYER.values()] * COPIES]
+    head = random_matrix(HEAD[1] // SHRINK, HEAD[0] // SHRINK)
+    steps = {"copy": bandwidth}
+    steps |= {f"a layer, {rows} rows": partial(products, layer, rows, COPIES) for rows in ROWS}
+    for rows in HEAD_ROWS:
+        steps[f"head in bf16, {rows} rows"] = partial(products, [head], rows, 1)
+        steps[f"head in FP8, {rows} rows"] = partial(fp8_product, head, rows)
+    for name, measure in steps.items():
+        try:
+            figures[name] = measure()
+        except Exception as error:  # recorded, shown, and in the exit status
+            figures[name] = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+            has_failed = True
+        print(f"{name}: {', '.join(f'{key} {value}' for key, value in figures[name].items())}", flush=True)
+        write(out / "bare.json", json.dumps(figures, indent=1) + "\n")
+    return int(has_failed)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Carry compiled kernels from one GPU machine to the next.
 
-    python3 benchmark/gpu/caches.py save FOLDER      # on the old machine, at the end
+    python3 benchmark/gpu/caches.py save FOLDER      # on the old machine, after the first servers
     python3 benchmark/gpu/caches.py load FOLDER      # on the new one, before the first server
 
 FOLDER gets pieces of one archive, as machines limit the size of a file. Only Python itself is imported.
@@ -14,21 +14,24 @@ import sys
 import tarfile
 from pathlib import Path
 
+# What has been compiled, by the names of `parts.COLD_S`: a file each.
+COMPILED = ".cache/sglang-dflash-gpu"
 # Of FlashInfer, SGLang, its just-in-time compiler and Triton.
-CACHES = (".cache/flashinfer", ".cache/sglang", ".cache/tvm-ffi", ".triton/cache")
+CACHES = (COMPILED, ".cache/flashinfer", ".cache/sglang", ".cache/tvm-ffi", ".triton/cache")
 PIECE_BYTES, MOST_PIECES = 15 << 20, 4
 
 
 def save(folder: Path, home: Path) -> int:
     """Write the caches that exist below `home`; return the number of pieces.
 
-    Raises ValueError if they are more than MOST_PIECES: what does not come back whole is of no use.
+    Compilers' object files stay: their library has all of them. Raises ValueError if there are more than
+    MOST_PIECES: what does not come back whole is of no use.
     """
     archive = io.BytesIO()
     with lzma.open(archive, "wb", preset=1) as packed, tarfile.open(fileobj=packed, mode="w|") as out:
         for name in CACHES:
             if (home / name).is_dir():
-                out.add(home / name, name)
+                out.add(home / name, name, filter=lambda file: None if file.name.endswith(".o") else file)
     data = archive.getvalue()
     starts = range(0, len(data), PIECE_BYTES)
     if len(starts) > MOST_PIECES:

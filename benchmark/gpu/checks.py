@@ -12,12 +12,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
 
-from gpu.limit import OutOfTime  # noqa: E402
 from gpu.measure import Session, broken  # noqa: E402
 from gpu.servers import CONTEXT_LENGTH  # noqa: E402
 from serving import HYBRID_TARGET, TARGET, Server, serve, text_prompts  # noqa: E402
@@ -33,6 +33,7 @@ END_SLACK = 2  # tokens before the end of the context at which SGLang cuts an an
 # Tokens of a sampled answer, and how many of a position's likeliest ones are looked at.
 SAMPLED_TOKENS, RANKED = 64, 64
 MOST_SIGMAS = 5.0
+A_DAY = 86_400.0
 
 
 def requests() -> list[dict]:
@@ -124,32 +125,28 @@ def sampled_sigmas(session: Session) -> float:
     return excess / math.sqrt(variance)
 
 
-def run_tests(session: Session, file: Path) -> dict:
-    """Run the tests of `file` marked gpu in a child process: {"passed", "skipped", "problems"}.
+def run_tests(session: Session, path: str) -> dict:
+    """Run the tests below `path` marked gpu in a child process: {"passed", "skipped", "problems"}.
 
-    Interrupted at the time limit, it can still end the servers that its fixtures started.
+    Interrupted at the deadline, it can still end the servers that its fixtures started.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-m", "gpu", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-m", "gpu", path]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    session.limit.guard(process, signal.SIGINT)
     try:
-        output, _ = process.communicate()
-    except OutOfTime:
+        output, _ = process.communicate(timeout=max(0.0, min(session.deadline - time.monotonic(), A_DAY)))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
+            process.communicate(timeout=20)
         raise
-    found = read_report(output)
-    if found["passed"] == 0 and not session.sizes.is_rehearsal:
-        found["problems"].append(f"no test passed; the output ends:\n{output[-2000:]}")
-    return found
-
-
-def read_report(output: str) -> dict:
-    """Read pytest's last lines."""
+    finally:
+        process.kill()
     counts = {word: re.search(rf"(\d+) {word}", output) for word in ("passed", "skipped")}
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return {word: int(found[1]) if found else 0 for word, found in counts.items()} | {"problems": failed}
+    found = {word: int(count[1]) if count else 0 for word, count in counts.items()}
+    if not found["passed"] and not session.sizes.is_rehearsal:
+        failed.append(f"no test passed; the output ends:\n{output[-2000:]}")
+    return found | {"problems": failed}
 
 
 def main() -> None:

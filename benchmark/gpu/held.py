@@ -1,47 +1,46 @@
-"""A server that has imported everything and waits, held before it touches the GPU.
+"""Servers that this program starts: held until they have imported everything, then measured.
 
 Most of a server's start is imports. They take no GPU, so they run while another server is measured, or
-between two commands. A file names the server that is held, so that the next call of the program finds it.
+between two calls. A file names the server that is held and one the server that is measured, so that the next
+call of the program finds the first and ends the second.
 """
 
 import json
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpu.servers import SCRATCH, ServerSpec
 from gpu.state import write
-from serving import ROOT, Server, free_port, importing, start_cold
+from serving import ROOT, Server, free_port, importing, start_cold, stop
 
 FOLDER = SCRATCH / "held"
-LAUNCHER = ("-m", "sglang.launch_server")
+HELD, MEASURED = FOLDER / "held.json", FOLDER / "measured.json"
 
 
 @dataclass
 class Adopted:
-    """A server's process that another call of the program started: what `serving` needs of a Popen."""
+    """A server's process, maybe of another call of the program: what `serving` needs of a Popen."""
 
     pid: int
     returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return None while the process runs. Its exit status is unknown, and reported as 1."""
-        with suppress(ProcessLookupError):
-            if _state(self.pid) != "Z":
+        with suppress(OSError):
+            if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 return None
         self.returncode = 1
         return 1
 
-    def wait(self, timeout: float | None = None) -> int:
-        end = time.monotonic() + (float("inf") if timeout is None else timeout)
+    def wait(self, timeout: float = float("inf")) -> int:
+        end = time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a held server", timeout or 0.0)
+                raise subprocess.TimeoutExpired("a server", timeout)
             time.sleep(0.05)
         return 1
 
@@ -53,84 +52,58 @@ def hold(spec: ServerSpec) -> None:
     drop()
     FOLDER.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    log, release = _log(port), _release(port)
-    release.unlink(missing_ok=True)
-    environment = {**spec.environment, "GPU_BENCHMARK_RELEASE": str(release.absolute())}
+    _release(port).unlink(missing_ok=True)
+    environment = {**spec.environment, "GPU_BENCHMARK_RELEASE": str(_release(port).absolute())}
     environment |= importing(ROOT / "benchmark" / "gpu" / "hold")
-    with open(log, "wb") as out:
-        process = start_cold([*LAUNCHER, "--port", str(port), *spec.arguments], environment, out)
-    write(_record(), json.dumps({"command": spec.command(), "pid": process.pid, "port": port}))
+    command = ["-m", "sglang.launch_server", "--port", str(port), *spec.arguments]
+    with open(_log(port), "wb") as out:
+        process = start_cold(command, environment, out)
+    write(HELD, json.dumps({"command": spec.command(), "pid": process.pid, "port": port}))
 
 
-def take(spec: ServerSpec) -> Server | None:
-    """Release the server that is held, if it is this one; it is not held any more. None: there is none."""
-    known = _known(spec)
-    if known is None:
-        return None
-    _record().unlink()
-    _release(known["port"]).touch()
-    return Server(f"http://127.0.0.1:{known['port']}", Adopted(known["pid"]), _log(known["port"]))
+def take(spec: ServerSpec) -> Server:
+    """Release the server, which is started if it is not held; it is measured from now on."""
+    hold(spec)
+    port, pid = (json.loads(HELD.read_text())[key] for key in ("port", "pid"))
+    os.replace(HELD, MEASURED)
+    _release(port).touch()
+    return Server(f"http://127.0.0.1:{port}", Adopted(pid), _log(port))
 
 
 def is_held(spec: ServerSpec) -> bool:
-    return _known(spec) is not None
+    """Return whether this server is held and alive."""
+    if not HELD.exists():
+        return False
+    known = json.loads(HELD.read_text())
+    return known["command"] == spec.command() and Adopted(known["pid"]).poll() is None
 
 
 def drop() -> None:
     """End the server that is held, if any."""
-    _end(_record())
+    _end(HELD)
 
 
-@contextmanager
-def running(pid: int) -> Iterator[None]:
-    """Note that a server is measured, for `end_unfinished` of another call."""
-    write(_unfinished(), json.dumps({"pid": pid}))
-    try:
-        yield
-    finally:
-        _unfinished().unlink(missing_ok=True)
-
-
-def end_unfinished() -> None:
-    """End the server that a killed call was measuring, if any."""
-    _end(_unfinished())
+def end_measured() -> None:
+    """End the server that is measured, if any: of a killed call, or at a time limit."""
+    _end(MEASURED)
 
 
 def _end(record: Path) -> None:
-    if record.exists():
-        with suppress(ProcessLookupError):
-            os.killpg(json.loads(record.read_text())["pid"], signal.SIGKILL)
-        record.unlink()
-
-
-def _known(spec: ServerSpec) -> Mapping | None:
-    """Return the record of the server that is held, if it is this one and alive."""
-    if not _record().exists():
-        return None
-    known = json.loads(_record().read_text())
-    is_ours = known["command"] == spec.command() and Adopted(known["pid"]).poll() is None
-    return known if is_ours else None
-
-
-def _record() -> Path:
-    return FOLDER / "server.json"
+    """End the server of a record, unless its number is another process's by now."""
+    if not record.exists():
+        return
+    known = json.loads(record.read_text())
+    environment = ""
+    with suppress(OSError):
+        environment = Path(f"/proc/{known['pid']}/environ").read_text(errors="replace")
+    if not environment or str(_release(known["port"])) in environment:  # nothing is read of a dead leader
+        stop(Adopted(known["pid"]))
+    record.unlink(missing_ok=True)
 
 
 def _log(port: int) -> Path:
     return FOLDER / f"{port}.log"
 
 
-def _unfinished() -> Path:
-    return FOLDER / "measured.json"
-
-
 def _release(port: int) -> Path:
     return FOLDER / f"{port}.release"
-
-
-def _state(pid: int) -> str:
-    """Return a process's state letter. Raises ProcessLookupError if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError as error:
-        raise ProcessLookupError(pid) from error

@@ -1,37 +1,40 @@
 """The list of parts of a GPU run, in the order of need."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from gpu import checks, measure, servers
-from gpu.measure import Session, Sizes
+from gpu.measure import SAMPLED, Session, Sizes
 from gpu.servers import (
-    BOUNDS,
-    BUILT_IN_DFLASH,
-    DFLASH,
-    FP8_HEAD,
+    BUILT_IN,
     MIXED_ADAPTIVE,
     MIXED_WHOLE,
-    NO_SPECULATION,
+    NONE,
+    OURS,
+    PLUGIN,
+    SETTINGS,
     USELESS,
+    WAIT,
+    WAIT_UNDER_DRAFT,
     ServerSpec,
 )
-from gpu.shapes import QWEN3_8_27B, QWEN3_8B, Pair, shrunk
-from serving import DFLASH2_DRAFT, DRAFT, HYBRID_DRAFT, HYBRID_TARGET, PEAGLE_DRAFT, ROOT, TARGET
+from gpu.shapes import QWEN3_06B, QWEN3_4B, QWEN3_8_27B, QWEN3_8B, Pair, shrunk
+from serving import DFLASH2_DRAFT, DRAFT, HYBRID_DRAFT, HYBRID_TARGET, PEAGLE_DRAFT, TARGET
 
 # Estimated seconds, from the run of 2026-11-23 on an H100 (benchmark/results/2026-11-23-h100.md), or guessed
 # if it did not run there. A start includes the first requests and the end. IMPORTS_S of it are over when the
 # server was held.
-START_S, LARGE_START_S, DEFAULT_START_S, SMOKE_START_S, IMPORTS_S = 80, 105, 60, 50, 40
-ADAPTIVE_START_S = 15  # more: it captures more graphs, and measures them
-LOAD_S = {1: 3, 4: 3, 16: 4, 48: 9}
-UNDRAFTED_S = {1: 11, 4: 11, 16: 13, 48: 17}  # of servers that verify a token a step
-LARGE = 3.3  # times LOAD_S, by the bytes of the weights
-MIXED_S, ANSWERS_S, PROFILE_S, TESTS_S = 12, 6, 12, 60
-EVERY_LOAD = Path(__file__).parent / "every_load.json"  # else adaptive width begins at the break-even
-FIRST_TESTS = ("test_host_transfers",)
+START_S, SMOKE_START_S, IMPORTS_S = 80, 50, 40
+LOAD_S = {1: 4, 4: 5, 16: 5, 48: 11}
+UNDRAFTED_S = {1: 16, 4: 16, 16: 19, 48: 25}  # of servers that verify a token a step
+LARGE = 3.3  # times that, by the bytes of the weights
+MIXED_S, BURST_S, ANSWERS_S, PROFILE_S = 9, 10, 6, 10
+# What a machine compiles once, by the figures' names: FlashInfer's attention for a head size, its sampler.
+COLD_S = {"triton": 25, "flashinfer-128": 60, "flashinfer-64": 60, "sampler": 120}
+LONG_CONTEXT = 24_000  # tokens
+EVERY_LOAD = Path(__file__).with_name("every_load.json")
 
 
 @dataclass(frozen=True)
@@ -47,21 +50,32 @@ class Step:
 class Part:
     """A server with its steps, or steps without a server.
 
-    says: what the server's log says on a GPU.
+    cold: keys of COLD_S. says: what the server's log says on a GPU.
     """
 
     name: str
     steps: tuple[Step, ...]
     spec: ServerSpec | None = None
     start_seconds: float = 0.0
+    cold: frozenset[str] = frozenset()
     says: tuple[str, ...] = ()
 
-    def figures(self) -> list[str]:
-        return [f"{self.name}/{step.name}" for step in self.steps]
+    def figure(self, step: Step) -> str:
+        return f"{self.name}/{step.name}"
 
-    def seconds(self, steps: Sequence[Step] | None = None, is_held: bool = False) -> float:
+    def figures(self) -> list[str]:
+        return [self.figure(step) for step in self.steps]
+
+    def seconds(
+        self,
+        steps: Sequence[Step] | None = None,
+        is_held: bool = False,
+        compiled: frozenset[str] = frozenset(),
+    ) -> float:
+        """Estimate the seconds of steps, None: of all. compiled: keys of COLD_S that are over."""
         start = max(0.0, self.start_seconds - IMPORTS_S * is_held)
-        return start + sum(step.seconds for step in (self.steps if steps is None else steps))
+        cold = sum(COLD_S[name] for name in self.cold - compiled)
+        return start + cold + sum(step.seconds for step in (self.steps if steps is None else steps))
 
 
 FIRST = Step("start", 0.0, measure.first_requests)  # of every server, before anything is timed
@@ -69,115 +83,121 @@ FIRST = Step("start", 0.0, measure.first_requests)  # of every server, before an
 
 def list_of_parts(sizes: Sizes) -> list[Part]:
     """Return all parts in their order, or the same with small models for a rehearsal on a CPU."""
-    dense, hybrid = (shrunk(pair) if sizes.is_rehearsal else pair for pair in (QWEN3_8B, QWEN3_8_27B))
-    speed, mixed, smoke = (partial(make, sizes) for make in (_speed, _mixed, _smoke))
+    speed, smoke = partial(_speed, sizes), partial(_smoke, sizes)
     replay = ("--enable-linear-replayssm-spec", "--linear-replayssm-cache-len", "32")
-    sampled = ("--speculative-draft-sample-method", "probabilistic")
-    whole_blocks = 0.0 if sizes.is_rehearsal else 2.9  # the default is adaptive width on a CPU
-    row_graphs = ("DFLASH: made graphs of",)
+    # Else adaptive width begins at the break-even.
     every_load = servers.ADAPTIVE, "--speculative-adaptive-config", servers.from_root(EVERY_LOAD)
+    drawn = ("--speculative-draft-sample-method", "probabilistic")
+    least = 0.0 if sizes.is_rehearsal else 2.9  # the default is adaptive width on a CPU
+    like = "load-1", "load-16", "load-48"
+    mixed = "mixed-48", "mixed-96", "mixed-16", "mixed-1"
+    as_users = "burst-48", "sampled-1", "sampled-48", "long-1"
     return [
-        # Ours against the built-in, first where a request is alone.
-        speed(dense, "fa3", DFLASH, (1, 48), profiled=1),
-        speed(dense, "fa3", BUILT_IN_DFLASH, (1, 48)),
-        speed(dense, "flashinfer", BOUNDS, (1,)),
-        speed(dense, "flashinfer", BUILT_IN_DFLASH, (1,)),
-        # Lengths by request against whole blocks.
-        mixed(dense, "fa3", MIXED_ADAPTIVE),
-        mixed(dense, "fa3", MIXED_WHOLE),
-        # Whether speculation pays, and what a useless draft costs.
-        speed(dense, "fa3", NO_SPECULATION, (1, 48)),
-        speed(dense, "fa3", USELESS, (48,)),
-        # What every user gets: is it right?
-        smoke("default-flags", None, DRAFT, least=whole_blocks, says=("prefill CUDA graph end",)),
-        smoke("context-limit", "fa3", DRAFT, "--speculative-num-draft-tokens", "16", least=2.7),
+        # A first call of nine minutes: ours against the built-in, then FlashInfer's answers and its ratio.
+        speed(QWEN3_8B, "fa3", OURS, *like, "profile-1"),
+        speed(QWEN3_8B, "fa3", BUILT_IN, *like),
+        smoke("flashinfer", "flashinfer", DRAFT, least=2.7),
+        smoke("flashinfer-wait-under-draft", "flashinfer", DRAFT, least=2.7, environment=WAIT_UNDER_DRAFT),
+        speed(QWEN3_8B, "flashinfer", OURS, *like),
+        speed(QWEN3_8B, "flashinfer", WAIT, *like),
+        # A second one: lengths by request, where the host is the bound, and what a useless draft costs.
+        speed(QWEN3_8B, "flashinfer", BUILT_IN, *like),
+        speed(QWEN3_8B, "fa3", MIXED_ADAPTIVE, *mixed),
+        speed(QWEN3_8B, "fa3", MIXED_WHOLE, *mixed),
+        *(speed(QWEN3_06B, "fa3", setting, "load-1", "load-16") for setting in (OURS, BUILT_IN)),
+        *(speed(QWEN3_4B, "fa3", setting, "load-1", "load-16") for setting in (OURS, BUILT_IN)),
+        speed(QWEN3_8B, "fa3", NONE, "load-1", "load-48"),
+        speed(QWEN3_8B, "fa3", USELESS, "load-48"),
+        # A third one: what every user gets.
+        speed(QWEN3_8B, "default", OURS, *as_users),
+        smoke("dflash2-drawn", "fa3", DFLASH2_DRAFT, *drawn, least=4.2, is_sampled=True),
+        _tests("host-transfers", "test/srt/server/test_host_transfers.py", 60),
+        speed(QWEN3_8B, "default", BUILT_IN, *as_users),
         # If there is more time.
-        speed(dense, "flashinfer", DFLASH, (1,)),
-        speed(dense, "fa3", FP8_HEAD, (1,)),
-        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, *every_load, says=row_graphs),
-        *_tests(FIRST_TESTS),
+        smoke("default-flags", "default", DRAFT, least=least, says=("prefill CUDA graph end",)),
+        smoke("fa3", "fa3", DRAFT, "--speculative-num-draft-tokens", "16", least=2.7),
+        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, *every_load, says=("DFLASH: made graphs of",)),
         smoke("replay-32", "fa3", HYBRID_DRAFT, *replay, least=2.9),
-        *(speed(hybrid, "fa3", name, (1, 4)) for name in (DFLASH, NO_SPECULATION, BUILT_IN_DFLASH)),
-        smoke("dflash2-sampled", "fa3", DFLASH2_DRAFT, *sampled, least=4.2, is_sampled=True),
         smoke("peagle", "fa3", PEAGLE_DRAFT, least=3.0),
-        *_tests(),
+        *(speed(QWEN3_8_27B, "fa3", setting, "load-1", "load-4") for setting in (OURS, NONE, BUILT_IN)),
+        _tests("unit", "test/srt/unit", 240),
     ]
 
 
-def schedule(parts: Sequence[Part], seconds: float, is_held: bool = True) -> list[tuple[Part, float]]:
-    """Return the parts that a call of `seconds` starts, each with the second at which it ends.
+def schedule(
+    parts: Sequence[Part], seconds: float, compiled: frozenset[str] = frozenset()
+) -> Iterator[tuple[Part, float]]:
+    """Yield the parts that a call of `seconds` starts, each with the second at which it ends.
 
-    By the estimates. is_held: whether the first one's server is held before; those after it are.
+    By the estimates. The server of each is held before: of the first one before the call.
     """
-    found, now = [], 0.0
+    now = 0.0
     for part in parts:
-        if now + part.seconds(is_held=is_held) <= seconds:
-            now += part.seconds(is_held=is_held)
-            found.append((part, now))
-            is_held = True
-    return found
+        if now + (takes := part.seconds(is_held=True, compiled=compiled)) <= seconds:
+            now += takes
+            compiled |= part.cold
+            yield part, now
 
 
-def _backend(sizes: Sizes, name: str) -> str:
+def _backend(sizes: Sizes, name: str) -> str | None:
+    """Return the attention backend. None: flags have their defaults."""
+    if name == "default":
+        return None
     return servers.CPU_BACKEND if sizes.is_rehearsal else name
 
 
-def _speed(
-    sizes: Sizes, pair: Pair, backend: str, variant: str, loads: Iterable[int], profiled: int = 0
-) -> Part:
-    """Plan loads of like requests, and a profile of `profiled` of them; 0: none."""
-    is_large, accepts = pair.name == QWEN3_8_27B.name, variant not in (NO_SPECULATION, USELESS)
-    steps = [FIRST]
-    for requests in loads:
-        seconds = (LOAD_S if accepts else UNDRAFTED_S)[requests] * (LARGE if is_large else 1)
-        run = partial(measure.measure_load, requests=requests)
-        steps.append(Step(f"load-{requests}", seconds, run))
-    if profiled:
-        run = partial(measure.profile, requests=profiled)
-        steps.append(Step(f"profile-{profiled}", PROFILE_S, run))
-    start = (LARGE_START_S if is_large else START_S) + ADAPTIVE_START_S * (variant == USELESS)
-    spec = servers.shape_server(pair, variant, _backend(sizes, backend))
-    return Part(f"speed/{backend}/{pair.name}/{variant}", tuple(steps), spec, start)
+def _cold(sizes: Sizes, backend: str, head_size: int) -> frozenset[str]:
+    more = {"flashinfer": [f"flashinfer-{head_size}"], "default": ["sampler"]}.get(backend, [])
+    return frozenset() if sizes.is_rehearsal else frozenset({"triton", *more})
 
 
-def _mixed(sizes: Sizes, pair: Pair, backend: str, variant: str) -> Part:
-    loads = (partial(measure.measure_mixed, requests=requests) for requests in servers.MIXED_SIZES)
-    steps = [Step(f"load-{load.keywords['requests']}", MIXED_S, load) for load in loads]
-    start = START_S + ADAPTIVE_START_S * (variant == MIXED_ADAPTIVE)
-    spec = servers.shape_server(pair, variant, _backend(sizes, backend))
-    return Part(f"speed/{backend}/{pair.name}/{variant}", (FIRST, *steps), spec, start)
+def _speed(sizes: Sizes, pair: Pair, backend: str, setting: str, *names: str) -> Part:
+    """Plan a server of a shape. names: of steps, each with the number of its requests."""
+    kinds = {
+        "load": (measure.measure_load, UNDRAFTED_S if setting in (NONE, USELESS) else LOAD_S),
+        "sampled": (partial(measure.measure_load, sampling=SAMPLED), LOAD_S),
+        "long": (partial(measure.measure_load, context=LONG_CONTEXT), {1: 10}),
+        "mixed": (measure.measure_mixed, dict.fromkeys((1, 16, 48, 96), MIXED_S)),
+        "burst": (measure.measure_burst, {48: BURST_S}),
+        "profile": (measure.profile, {1: PROFILE_S}),
+    }
+    times, steps, loads = LARGE if pair is QWEN3_8_27B else 1, [FIRST], set()
+    for name in names:
+        kind, requests = name.split("-")
+        run, seconds = kinds[kind]
+        steps.append(Step(name, times * seconds[int(requests)], partial(run, requests=int(requests))))
+        loads.add(sizes.requests(int(requests)))
+    start = START_S + 25 * (pair is QWEN3_8_27B) + 15 * (servers.ADAPTIVE in SETTINGS[setting][1])
+    spec = servers.shape_server(
+        shrunk(pair) if sizes.is_rehearsal else pair, setting, _backend(sizes, backend), sorted(loads)
+    )
+    cold = _cold(sizes, backend, pair.target.head_dim)
+    return Part(f"speed/{backend}/{pair.name}/{setting}", tuple(steps), spec, start, cold)
 
 
 def _smoke(
     sizes: Sizes,
     name: str,
-    backend: str | None,
+    backend: str,
     draft: Path,
     *flags: str,
     least: float = 0.0,
+    environment: dict[str, str] | None = None,
     says: tuple[str, ...] = (),
     is_sampled: bool = False,
 ) -> Part:
     """Plan a server of a bundled pair whose answers are compared with the target's.
 
-    backend: None for a server without flags. least: the accept length of the texts on a CPU less a tenth, 0
-    where cycles may draft nothing.
+    least: the accept length of the texts on a CPU less a tenth, 0 where cycles may draft nothing.
     """
     target = HYBRID_TARGET if draft == HYBRID_DRAFT else TARGET
-    if backend is None:
-        spec, start = servers.default_server(target, draft), DEFAULT_START_S
-    else:
-        folder = str(draft.relative_to(ROOT))
-        spec = servers.bundled_server(target, folder, _backend(sizes, backend), *flags)
-        start = SMOKE_START_S
+    settings = PLUGIN | (environment or {})
+    spec = servers.bundled_server(target, draft, _backend(sizes, backend), settings, *flags)
     run = partial(checks.check_answers, target=target.name, least=least, is_sampled=is_sampled)
-    return Part(f"smoke/{name}", (FIRST, Step("answers", ANSWERS_S, run)), spec, start, says)
+    steps = FIRST, Step("answers", ANSWERS_S, run)
+    return Part(f"smoke/{name}", steps, spec, SMOKE_START_S, _cold(sizes, backend, 64), says)
 
 
-def _tests(first: Sequence[str] = ()) -> list[Part]:
-    """Plan the tests marked gpu, a file each: those of `first`, or all others."""
-    files = sorted((ROOT / "test" / "srt").rglob("test_*.py"), key=lambda file: file.name)
-    marked = [f for f in files if "pytest.mark.gpu" in f.read_text() or "against_twin" in f.read_text()]
-    wanted = [f for f in marked if (f.stem in first if first else f.stem not in FIRST_TESTS)]
-    runs = {f.stem: Step("run", TESTS_S, partial(checks.run_tests, file=f.relative_to(ROOT))) for f in wanted}
-    return [Part(f"tests/{name}", (step,)) for name, step in runs.items()]
+def _tests(name: str, path: str, seconds: float) -> Part:
+    """Plan the tests marked gpu in a file or folder."""
+    return Part(f"tests/{name}", (Step("run", seconds, partial(checks.run_tests, path=path)),))

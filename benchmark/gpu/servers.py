@@ -1,6 +1,7 @@
-"""Servers with their flags and environment."""
+"""Servers: the settings that are compared, and the commands that start them."""
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from gpu.shapes import Pair
 from serving import ROOT, WHOLE_BLOCKS, dflash_arguments
 
 SCRATCH = Path("build/gpu")  # below the repository's root, where the servers run; ignored by git
-ACCEPT_LENGTH = 6.5
-
+# A whole number, so that every block is kept alike: ratios do not depend on drawn lengths.
+ACCEPT_LENGTH = 7
 # Simulated acceptance of a DFLASH server. "fixed" puts one token id everywhere; the other mode,
 # "real-draft-token", would accept the draft's own tokens at their cost.
 SIMULATION = {
@@ -17,53 +18,35 @@ SIMULATION = {
     "SGLANG_SIMULATE_ACC_METHOD": "match-expected",
     "SGLANG_SIMULATE_ACC_TOKEN_MODE": "fixed",
 }
-# SGLang loads only the plugins this names, and no plugin is called "none".
-OURS, BUILT_IN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
-
-NO_SPECULATION, DFLASH, BUILT_IN_DFLASH = "no-speculation", "ours", "built-in"
-# FlashInfer is planned with bounds of the lengths; the head is a copy in FP8.
-BOUNDS, FP8_HEAD = "ours-bounds", "ours-fp8-head"
-# Its draft has dummy weights and nothing is accepted: it shows the least cost of speculation.
-USELESS = "useless-draft"
 # Requests accept differently, a quarter of them at each of the mean accept lengths.
-MIXED_WHOLE, MIXED_ADAPTIVE = "mixed-whole-blocks", "mixed-adaptive"
 MIXED_LENGTHS = {"SGLANG_DFLASH_SIMULATE_ACC_LENS": "8.2,4.2,1.8,1.05"}
+# SGLang loads only the plugins this names, and no plugin is called "none".
+PLUGIN, NO_PLUGIN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
+WAIT_UNDER_DRAFT = {"SGLANG_DFLASH_WAIT_UNDER_DRAFT": "1"}
 CPU_BACKEND, ADAPTIVE = "torch_native", "--speculative-adaptive"
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to serve a shape. flags: of a server with a draft. simulates: how acceptance is simulated."""
-
-    plugins: dict[str, str]
-    flags: tuple[str, ...] = ()
-    simulates: dict[str, str] = field(default_factory=dict)
-
-
-VARIANTS = {
-    NO_SPECULATION: Variant(OURS),
-    BUILT_IN_DFLASH: Variant(BUILT_IN, simulates=SIMULATION),
-    DFLASH: Variant(OURS, simulates=SIMULATION),
-    BOUNDS: Variant(OURS, ("--speculative-plans-within-bounds",), SIMULATION),
-    FP8_HEAD: Variant(OURS, ("--speculative-draft-head-dtype", "fp8"), SIMULATION),
-    USELESS: Variant(OURS, (ADAPTIVE,)),
-    MIXED_WHOLE: Variant(OURS, simulates=MIXED_LENGTHS),
-    MIXED_ADAPTIVE: Variant(OURS, (ADAPTIVE,), MIXED_LENGTHS),
+# Names of settings, as they stand in the names of figures.
+NONE, BUILT_IN, OURS, WAIT = "no-speculation", "built-in", "ours", "ours-wait-under-draft"
+USELESS = "useless-draft"  # dummy weights, nothing is accepted: the least cost of speculation
+MIXED_WHOLE, MIXED_ADAPTIVE = "mixed-whole-blocks", "mixed-adaptive"
+# The environment of a setting, and its flags beside those of a draft.
+SETTINGS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    NONE: (PLUGIN, ()),
+    BUILT_IN: (NO_PLUGIN | SIMULATION, ()),
+    OURS: (PLUGIN | SIMULATION, ()),
+    WAIT: (PLUGIN | SIMULATION | WAIT_UNDER_DRAFT, ()),
+    USELESS: (PLUGIN, (ADAPTIVE,)),
+    MIXED_WHOLE: (PLUGIN | MIXED_LENGTHS, ()),
+    MIXED_ADAPTIVE: (PLUGIN | MIXED_LENGTHS, (ADAPTIVE,)),
 }
-# Decode graphs of these sizes only: each one costs start-up time.
-GRAPH_SIZES, MIXED_SIZES = (1, 4, 16, 48), (48, 96)
 # Tokens of a bundled server's request, so short that answers run into the limit.
 CONTEXT_LENGTH = 256
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """One server: its `sglang.launch_server` arguments and its additions to the environment.
+    """A server's `sglang.launch_server` arguments and its additions to the environment."""
 
-    variant: one of VARIANTS; compared with the server's log when it runs.
-    """
-
-    variant: str
     arguments: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -81,51 +64,61 @@ class ServerSpec:
         return " ".join([*variables, "python", "-m", "sglang.launch_server", shlex.join(self.arguments)])
 
 
-def shape_server(pair: Pair, name: str, backend: str) -> ServerSpec:
-    """Describe a server with dummy weights in a real model's shape. name: a key of VARIANTS."""
-    folder, variant, is_mixed = SCRATCH / pair.name, VARIANTS[name], name in (MIXED_WHOLE, MIXED_ADAPTIVE)
+def shape_server(pair: Pair, setting: str, backend: str | None, loads: Sequence[int]) -> ServerSpec:
+    """Describe a server with dummy weights in a real model's shape.
+
+    Args:
+        pair: The shape, whose files are in SCRATCH.
+        setting: A key of SETTINGS.
+        backend: Of attention. None: every other flag has its default, too.
+        loads: Numbers of requests, which get decode graphs.
+    """
+    folder, (environment, flags) = SCRATCH / pair.name, SETTINGS[setting]
     arguments = ["--model-path", str(folder / "target"), "--load-format", "dummy", "--skip-tokenizer-init"]
-    arguments += ["--dtype", "bfloat16", "--attention-backend", backend]
-    # The same limits for all: every request of every load fits, so none is retracted. Prefill graphs would
-    # only lengthen the start, and every load warms up by itself. Greedy requests need no FlashInfer sampler,
-    # which would be compiled.
-    arguments += [*(pair.mixed_limits if is_mixed else pair.limits), "--disable-prefill-cuda-graph"]
-    arguments += ["--skip-server-warmup", "--sampling-backend", "pytorch"]
-    most = int(arguments[arguments.index("--max-running-requests") + 1])
-    sizes = [size for size in (MIXED_SIZES if is_mixed else GRAPH_SIZES) if size <= most] or [most]
-    arguments += ["--cuda-graph-bs-decode", *map(str, sizes)]
-    if name != NO_SPECULATION:
-        arguments += draft_arguments(folder / "draft", backend, ADAPTIVE in variant.flags)
-        arguments += [flag for flag in variant.flags if flag != ADAPTIVE]
-    environment = variant.plugins | variant.simulates
-    if backend == CPU_BACKEND and name == BUILT_IN_DFLASH:
-        environment = OURS | variant.simulates  # the built-in refuses a CPU: ours stands in for it
-    return ServerSpec(name, tuple(arguments), environment)
+    if backend is not None:
+        # The same limits for all settings: every request of every load fits, so none is retracted. Prefill
+        # graphs would only lengthen the start. Greedy requests need no FlashInfer sampler, which would be
+        # compiled.
+        arguments += ["--dtype", "bfloat16", "--attention-backend", backend, *pair.limits(max(loads))]
+        arguments += ["--disable-prefill-cuda-graph", "--skip-server-warmup", "--sampling-backend", "pytorch"]
+        arguments += ["--cuda-graph-bs-decode", *map(str, sorted(loads))]
+    if setting != NONE:
+        arguments += draft_arguments(folder / "draft", backend, environment, flags)
+    return ServerSpec(tuple(arguments), on_backend(environment, backend))
 
 
-def default_server(target: Path, draft: Path | None = None) -> ServerSpec:
-    """Describe a server as a user starts it: with no flag but its models."""
+def bundled_server(
+    target: Path, draft: Path, backend: str | None, environment: dict[str, str], *flags: str
+) -> ServerSpec:
+    """Describe a small server of a bundled pair that starts soon. backend None: as a user starts it."""
     arguments = ["--model-path", from_root(target)]
-    arguments += dflash_arguments(from_root(draft)) if draft else []
-    return ServerSpec(DFLASH if draft else NO_SPECULATION, tuple(arguments))
+    if backend is not None:
+        arguments += ["--attention-backend", backend, "--mem-fraction-static", "0.6"]
+        arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16"]
+        arguments += ["--context-length", str(CONTEXT_LENGTH), "--cuda-graph-max-bs-decode", "16"]
+        arguments += ["--disable-prefill-cuda-graph"]
+    arguments += draft_arguments(from_root(draft), backend, environment, flags)
+    return ServerSpec(tuple(arguments), on_backend(environment, backend))
 
 
-def bundled_server(target: Path, draft: str, backend: str, *more: str) -> ServerSpec:
-    """Describe a small server of a bundled target that starts soon. more: further arguments."""
-    arguments = ["--model-path", from_root(target), "--attention-backend", backend]
-    arguments += ["--mem-fraction-static", "0.6", "--max-total-tokens", "65536"]
-    arguments += ["--max-running-requests", "16", "--context-length", str(CONTEXT_LENGTH)]
-    arguments += ["--cuda-graph-max-bs-decode", "16", "--disable-prefill-cuda-graph"]
-    others = [flag for flag in more if flag != ADAPTIVE]
-    arguments += [*draft_arguments(draft, backend, ADAPTIVE in more), *others]
-    return ServerSpec(DFLASH, tuple(arguments), dict(OURS))
-
-
-def draft_arguments(draft: str | Path, backend: str, is_adaptive: bool) -> list[str]:
-    adaptive = [ADAPTIVE] if is_adaptive else []
+def draft_arguments(
+    draft: str | Path, backend: str | None, environment: dict[str, str], flags: Sequence[str]
+) -> list[str]:
+    if backend is None:
+        return [*dflash_arguments(draft), *flags]
     if backend == CPU_BACKEND:  # the plugin refuses a choice of backend there, and adapts widths by default
-        return [*dflash_arguments(draft), *(adaptive or [WHOLE_BLOCKS])]
-    return [*dflash_arguments(draft), "--speculative-draft-attention-backend", backend, *adaptive]
+        return [*dflash_arguments(draft), *(() if ADAPTIVE in flags else (WHOLE_BLOCKS,)), *flags]
+    # A draft on FA3 needs no lengths on the host.
+    of_draft = "fa3" if WAIT_UNDER_DRAFT.items() <= environment.items() else backend
+    return [*dflash_arguments(draft), "--speculative-draft-attention-backend", of_draft, *flags]
+
+
+def on_backend(environment: dict[str, str], backend: str | None) -> dict[str, str]:
+    """Return the environment of a setting. On a CPU ours stands in for what only a GPU has."""
+    if backend != CPU_BACKEND:
+        return environment
+    left = {name: value for name, value in environment.items() if name not in WAIT_UNDER_DRAFT}
+    return left | (PLUGIN if "SGLANG_PLUGINS" in left else {})
 
 
 def from_root(path: Path) -> str:

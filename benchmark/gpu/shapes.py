@@ -46,8 +46,8 @@ class HybridModel(Model):
 class Pair:
     """A target and its DFlash draft.
 
-    block_size counts the anchor. target_layer_ids are 0-based outputs. limits: arguments of its servers that
-    bound requests and tokens. mixed_limits: the same for requests that accept differently.
+    block_size counts the anchor. target_layer_ids are 0-based outputs. max_tokens: of its servers' KV pools.
+    memory: share of the GPU's, for weights and pools.
     """
 
     name: str
@@ -58,10 +58,18 @@ class Pair:
     mask_token_id: int
     target_config: dict
     rope_theta: float
-    limits: tuple[str, ...]
-    mixed_limits: tuple[str, ...] = ()
+    max_tokens: int
+    memory: float = 0.85
+    more_limits: tuple[str, ...] = ()
     draft_config: dict = field(default_factory=dict)
     dflash_config: dict = field(default_factory=dict)
+
+    def limits(self, requests: int) -> list[str]:
+        """Return a server's arguments under which `requests` run at once."""
+        limits = ["--max-running-requests", str(requests), "--max-total-tokens", str(self.max_tokens)]
+        # A request's longest answer is not reserved ahead: no load needs it.
+        limits += ["--mem-fraction-static", str(self.memory), "--schedule-conservativeness", "0.3"]
+        return [*limits, *self.more_limits]
 
     def write(self, folder: Path) -> None:
         """Write both config.json files, to `folder`/target and `folder`/draft."""
@@ -101,10 +109,9 @@ def shrunk(pair: Pair) -> Pair:
         target = replace(target, **heads, linear_key_head_dim=32, linear_value_head_dim=32)
     draft = replace(pair.draft, **small, num_hidden_layers=1, head_dim=32)
     changed = {"layer_types": ["sliding_attention"]} if "layer_types" in pair.draft_config else {}
-    few = ("--max-running-requests", "4", "--max-total-tokens", "8192", "--mem-fraction-static", "0.8")
     config = pair.draft_config | changed
     shape = replace(pair, target=target, draft=draft, target_layer_ids=(1, 2), draft_config=config)
-    return replace(shape, limits=few, mixed_limits=few)
+    return replace(shape, max_tokens=8192)
 
 
 # Qwen/Qwen3-8B and z-lab/Qwen3-8B-DFlash-b16.
@@ -121,13 +128,24 @@ QWEN3_8B = Pair(
         "max_position_embeddings": 40960,
     },
     rope_theta=1e6,
-    # 48 requests of 1536 tokens and the slots that they reserve ahead.
-    limits=tuple("--max-running-requests 48 --max-total-tokens 115000 --mem-fraction-static 0.8".split()),
-    # 96 requests of 512 tokens, and up to 4,000 new ones where most are accepted. All are to run at once.
-    mixed_limits=(
-        *("--max-running-requests", "96", "--max-total-tokens", "240000", "--mem-fraction-static", "0.85"),
-        *("--schedule-conservativeness", "0.3"),
-    ),
+    # 96 requests, of which a quarter reaches 4,000 tokens, and the slots that they reserve ahead.
+    max_tokens=240_000,
+)
+
+# Qwen/Qwen3-4B with z-lab/Qwen3-4B-DFlash-b16, and Qwen/Qwen3-0.6B with a draft of that kind. A GPU is done
+# with their cycles sooner than the host.
+QWEN3_4B = replace(
+    QWEN3_8B,
+    name="qwen3-4b",
+    target=Model(36, 2560, 9728, 32, 8, 128, 151936),
+    draft=Model(5, 2560, 9728, 32, 8, 128, 151936),
+)
+QWEN3_06B = replace(
+    QWEN3_8B,
+    name="qwen3-0.6b",
+    target=Model(28, 1024, 3072, 16, 8, 128, 151936),
+    draft=Model(5, 1024, 3072, 16, 8, 128, 151936),
+    target_layer_ids=(1, 7, 13, 19, 25),
 )
 
 # Qwen/Qwen3.8-27B, text only, and z-lab/Qwen3.8-27B-DFlash2. Weights are 53.8 and 3.8 GB in bfloat16. A
@@ -157,10 +175,9 @@ QWEN3_8_27B = Pair(
         },
     },
     rope_theta=1e7,
-    limits=(
-        *("--max-running-requests", "4", "--max-total-tokens", "40960", "--mamba-ssm-dtype", "bfloat16"),
-        *("--mem-fraction-static", "0.9"),
-    ),
+    max_tokens=40_960,
+    memory=0.9,
+    more_limits=("--mamba-ssm-dtype", "bfloat16"),
     draft_config={
         "architectures": ["DFlash2DraftModel"],
         "layer_types": ["sliding_attention"] * 5,
@@ -171,4 +188,4 @@ QWEN3_8_27B = Pair(
     dflash_config={"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
 )
 
-PAIRS = (QWEN3_8B, QWEN3_8_27B)
+PAIRS = (QWEN3_8B, QWEN3_4B, QWEN3_06B, QWEN3_8_27B)

@@ -6,31 +6,28 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tarfile
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
 
-import torch
 from serving import ROOT
 
 PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
-
-
 MOST_BROUGHT = 15 << 20  # bytes of an archive of figures
 
 
 class Figures:
-    """Records {"date", "seconds", "source", "command", "result" or "error"} by name, in a folder.
+    """Records {"name", "date", "seconds", "source", "command", "result" or "error"} by name, in a folder.
 
     Args:
-        folder: of the figures of all machines. Those of a machine and its versions have a folder in it.
+        folder: Of the figures of all machines. Those of a machine and its versions have a folder in it.
         setting: {"machine", "versions"}, equal for all figures.
-        bring: where `figures.tar.xz` and `page.md` are written anew after each figure. None: nowhere.
+        bring: Where `figures.tar.xz` and `page.md` are written anew after each figure. None: nowhere.
 
     Attributes:
-        planned: names of all figures of the run, so that the page lists the missing ones.
+        folder: Of this machine.
     """
 
     def __init__(self, folder: Path, setting: dict, bring: Path | None = None):
@@ -40,10 +37,34 @@ class Figures:
             print(f"{folder} has figures of other machines or versions too: {', '.join(others)}", flush=True)
         write(self.folder / "setting.json", json.dumps(setting, indent=1))
         self._source = source_fingerprint()
-        self.planned: list[str] = []
-        found = sorted((self.folder / "figures").rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        texts = {path: path.read_text() for path in found}
-        self.records = {json.loads(text)["name"]: json.loads(text) for text in texts.values()}
+        self.records: dict[str, dict] = {}
+        for file in (self.folder / "figures").rglob("*.json"):
+            record = json.loads(file.read_text())
+            self.records[record["name"]] = record
+
+    def adopt(self, archive: Path) -> None:
+        """Take the figures of another machine of this kind, but for those that are here and did not fail.
+
+        Raises ValueError if its machine or versions are others.
+        """
+        with tarfile.open(archive) as packed:
+            files = {file.name: packed.extractfile(file).read() for file in packed if file.isfile()}
+        setting = json.loads(files.pop("setting.json"))
+        if setting != self.setting:
+            theirs, ours = (
+                ", ".join([s["machine"], *(f"{name} {number}" for name, number in s["versions"].items())])
+                for s in (setting, self.setting)
+            )
+            raise ValueError(
+                f"{archive.name} is of {theirs}; this is {ours}: figures of both share no folder and no ratio"
+            )
+        for name, content in files.items():
+            if name.startswith("traces/"):
+                write(self.folder / "traces" / Path(name).name, content)
+            elif name.endswith(".json"):
+                record = json.loads(content)
+                if record["name"] not in self.records or self.has_failed(record["name"]):
+                    self._store(record)
 
     def bring(self, page: str) -> None:
         """Write the page, and where files are collected the page and all figures, each as a whole.
@@ -62,22 +83,36 @@ class Figures:
     def _packed(self, traces: list[Path]) -> bytes:
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w:xz", preset=1) as out:
-            for name in ("setting.json", "figures"):
+            for name in ("setting.json", "figures", *(f"traces/{trace.name}" for trace in traces)):
                 if (self.folder / name).exists():
                     out.add(self.folder / name, name)
-            for trace in traces:
-                out.add(trace, f"traces/{trace.name}")
         return archive.getvalue()
 
     def keep(self, name: str, outcome: dict, seconds: float, command: str | None) -> list[str]:
-        """Write a figure at once. outcome: {"result"} or {"error"}. Returns its problems."""
+        """Write a figure at once, but no error over a result. Returns the outcome's problems.
+
+        outcome: {"result"} or {"error"}.
+        """
         if "error" in outcome:
             outcome = {"error": without_folders(outcome["error"])}
         record = {"name": name, "date": str(date.today()), "seconds": round(seconds, 1)}
         record |= {"source": self._source, "command": command, **outcome}
-        self.records[name] = record
-        write(self.folder / "figures" / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        if "result" in outcome or "result" not in self.records.get(name, {}):
+            self._store(record)
         return problems_of(record)
+
+    def is_due(self, name: str) -> bool:
+        """Return whether a figure is missing, or failed with another source than today's."""
+        return name not in self.records or (
+            self.has_failed(name) and self.records[name]["source"] != self._source
+        )
+
+    def has_failed(self, name: str) -> bool:
+        return name in self.records and bool(problems_of(self.records[name]))
+
+    def _store(self, record: dict) -> None:
+        self.records[record["name"]] = record
+        write(self.folder / "figures" / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
 
 
 def problems_of(record: dict) -> list[str]:
@@ -98,20 +133,20 @@ def without_folders(text: str) -> str:
 
 
 def source_fingerprint() -> str:
-    """Hash the plugin's source. A machine with a copy of the tree has no git history."""
+    """Hash the plugin's source and this program's. A machine with a copy of the tree has no git history."""
     digest = hashlib.sha256()
-    for file in sorted((ROOT / "python").rglob("*.py")):
+    for file in sorted([*(ROOT / "python").rglob("*.py"), *(ROOT / "benchmark" / "gpu").rglob("*.py")]):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def machine() -> str | None:
-    """Describe the first GPU, if any, from a child process, whose CUDA context ends with it."""
-    if not torch.cuda.is_available():
-        return None
-    ask = "import torch.cuda as c; p = c.get_device_properties(0); print(f'{p.name}, {p.total_memory >> 30}')"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
-    return f"{done.stdout.strip()} GiB, CUDA {torch.version.cuda}"
+def ask_gpu(what: str) -> str | None:
+    """Ask nvidia-smi about the first GPU, which takes no memory of it. None: there is no GPU."""
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader", "--id=0"]
+    with suppress(FileNotFoundError):
+        done = subprocess.run(command, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+    return None
 
 
 def versions() -> dict[str, str]:
