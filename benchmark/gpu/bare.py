@@ -33,7 +33,7 @@ ROWS, HEAD_ROWS = (1, 16, 128, 256, 384, 768, 1536), (15, 240, 720)
 COPIES = 4  # of a layer's weights, 1.5 GB: they come from memory in serving too, not from a cache
 REPEATS = 20
 FP8 = torch.float8_e4m3fn
-DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 16)
+DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 64)
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]]) -> float:

@@ -27,7 +27,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
 
 from gpu import caches, held, page  # noqa: E402
-from gpu.checks import A_DAY  # noqa: E402
 from gpu.measure import GPU_SIZES, REHEARSAL_SIZES, Session, Sizes, running  # noqa: E402
 from gpu.parts import Part, Step, list_of_parts, schedule  # noqa: E402
 from gpu.servers import SCRATCH  # noqa: E402
@@ -39,6 +38,7 @@ DONE, FAILED, PARTS_ARE_LEFT = 0, 1, 3
 SHOWN = 300  # characters of a problem that are printed
 MOST_OF_ESTIMATE = 3  # times its estimate after which a part is taken to hang
 MOST_TRIES = 2  # of a figure in a call
+A_DAY = 86_400.0  # seconds, for a call without a limit
 COMPILED = Path.home() / caches.COMPILED
 
 
@@ -68,12 +68,14 @@ def main() -> int:
         except (OSError, ValueError) as error:
             print(error, file=sys.stderr)
             return FAILED
-    status = run.go_on(figures)
-    if args.hold:
-        Run(run.parts, sizes, A_DAY).hold_next(figures)
-    else:
-        held.drop()
-    return status
+    try:
+        status = run.go_on(figures)
+        if args.hold:
+            Run(run.parts, sizes, A_DAY).hold_next(figures)
+        return status
+    finally:
+        if not args.hold:
+            held.drop()
 
 
 class Run:
