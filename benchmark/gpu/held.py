@@ -78,6 +78,15 @@ def is_held(spec: ServerSpec) -> bool:
     return known["command"] == spec.command() and Adopted(known["pid"]).poll() is None
 
 
+def is_dying(server: Server) -> bool:
+    """Return whether a server has ended, or does in two seconds: its requests fail a moment before."""
+    try:
+        server.process.wait(2.0)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
 def drop() -> None:
     """End the server that is held, if any."""
     _end(HELD)

@@ -47,7 +47,7 @@ class Sizes:
     most_requests: int = 96
     context: int = 256  # tokens of a prompt; the most in a rehearsal
     marks: tuple[int, ...] = (128, 576, 1024, 1472, 1920)  # tokens of an answer, timed from one to the next
-    tail: int = 256  # tokens after the last mark, while other requests reach it
+    tail: int = 384  # tokens after the last mark, while other requests reach it
     mixed_tokens: int = 8000  # of an answer in a mixed load, which no request reaches
     settle: float = 2.0  # seconds before the window of a mixed load
     window: float = 4.0

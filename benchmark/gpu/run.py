@@ -22,6 +22,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
@@ -106,19 +108,21 @@ class Run:
         names = [name for part in self.parts for name in part.figures()]
         if left := page.parts_of(name for name in names if name not in figures.records):
             print(f"left for the next call: {', '.join(left)}")
+            if absent := sorted({model for part in self.parts for model in _absent(part)}):
+                print(f"not here (benchmark/gpu/README.md): {', '.join(absent)}")
             return PARTS_ARE_LEFT
         return FAILED if any(map(figures.has_failed, names)) else DONE
 
     def hold_next(self, figures: Figures) -> None:
         """Start the server of the next part, and hold it."""
         found = self._next(figures, is_held=True)
-        if found and found[0].spec and not _absent(found[0]):
+        if found and found[0].spec:
             held.hold(found[0].spec)
 
     def _next(self, figures: Figures, is_held: bool = False) -> tuple[Part, list[Step], float] | None:
         """Return the next part that fits, its steps to be taken and its seconds by the estimate.
 
-        What failed comes again when nothing else is left.
+        Its models are here. What failed comes again when nothing else is left.
         """
 
         def is_due(name: str) -> bool:
@@ -132,7 +136,7 @@ class Run:
                 steps = [step for step in part.steps if wanted(part.figure(step))]
                 ready = is_held or (part.spec is not None and held.is_held(part.spec))
                 seconds = part.seconds(steps, ready, compiled())
-                if steps and seconds <= self._end - time.monotonic():
+                if steps and seconds <= self._end - time.monotonic() and not _absent(part):
                     return part, steps, seconds
         return None
 
@@ -150,17 +154,11 @@ class Run:
         timer.start()
         rest = list(steps)
         try:
-            if part.spec is None:
-                while rest:
-                    self._take(part, rest[0], figures, Session(self._sizes, part, figures.folder, deadline))
-                    rest.pop(0)
-                return
-            if absent := _absent(part):
-                raise FileNotFoundError(f"{', '.join(absent)}: not here (benchmark/gpu/README.md)")
-            with running(part.spec, lambda: self.hold_next(figures)) as server:
+            begin = partial(self.hold_next, figures)
+            with running(part.spec, begin) if part.spec else nullcontext() as server:
                 started = time.monotonic() - begun
                 session = Session(self._sizes, part, figures.folder, deadline, server, started)
-                if part.steps[0] not in steps:
+                if part.spec and part.steps[0] not in steps:
                     part.steps[0].run(session)  # the first requests compile here too; their figure is known
                 while rest:
                     self._take(part, rest[0], figures, session)
@@ -180,13 +178,12 @@ class Run:
         try:
             outcome = {"result": step.run(session)}
         except Exception as error:
-            has_died = session.server is not None and session.server.process.poll() is not None
-            if has_died or time.monotonic() >= self._end:
+            if time.monotonic() >= self._end or (session.server and held.is_dying(session.server)):
                 raise  # with the server's log, for this step and those after it
             # Recorded, shown on the page and in the exit status.
             outcome = {"error": f"{type(error).__name__}: {error}"}
         self._keep(part, step, figures, outcome, time.monotonic() - begun)
-        if not self._sizes.is_rehearsal:
+        if "result" in outcome and not self._sizes.is_rehearsal:
             COMPILED.mkdir(parents=True, exist_ok=True)
             for name in part.cold:
                 (COMPILED / name).touch()
@@ -209,7 +206,7 @@ def compiled() -> frozenset[str]:
 
 
 def _absent(part: Part) -> list[str]:
-    """Return the models that a part needs and that are not here."""
+    """Return the models that a part needs and that have not come along."""
     return [word for word in part.spec.models() if not (ROOT / word).is_dir()] if part.spec else []
 
 
