@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import patch
 
+from fastapi import HTTPException
 from sglang.srt.beam_search.coordinator import BeamCoordinator
 from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
 from sglang_dflash.srt.configs import draft_kinds, fields, unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
-from sglang_dflash.srt.speculative import control_requests, request_fields
+from sglang_dflash.srt.speculative import request_fields
 from sglang_dflash.srt.speculative.targets import kinds
 
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
@@ -290,28 +291,12 @@ def _of_sglang() -> Iterable[tuple[str, str]]:
 
 
 def control_calls() -> str:
-    """List the control requests that a CPU server refuses, in the words of its HTTP 400."""
-    group = dict(master_address="", master_port=0, rank_offset=0, world_size=1, backend="nccl")
-    remote = dict(master_address="", ports="")
-    calls: tuple[tuple[str, Any], ...] = (
-        ("/release_memory_occupation", io_struct.ReleaseMemoryOccupationReqInput()),
-        ("/resume_memory_occupation", io_struct.ResumeMemoryOccupationReqInput()),
-        ("/start_profile", io_struct.ProfileReq(activities=["MEM"])),
-        ("/init_weights_update_group", io_struct.InitWeightsUpdateGroupReqInput(**group)),
-        ("/send_weights_to_remote_instance", io_struct.SendWeightsToRemoteInstanceReqInput(**remote)),
-        ("/weights_checker", io_struct.CheckWeightsReqInput(action="compare")),
-        (
-            "/start_expert_distribution_record",
-            io_struct.ExpertDistributionReq(action=io_struct.ExpertDistributionReqType.START_RECORD),
-        ),
-    )
-    no_recorder = SimpleNamespace(moe=SimpleNamespace(expert_distribution_recorder_mode=None))
-    with (
-        patch.object(control_requests, "is_on_cpu", lambda: True),
-        patch.object(control_requests, "get_exec", lambda: no_recorder),
-    ):
-        rows = [(f"`{path}`", control_requests.find_control_problem(call)) for path, call in calls]
-    return table(("endpoint", "HTTP 400"), rows)
+    """Name the control requests that a CPU server refuses, in the words of its HTTP 400."""
+    try:
+        cpu.refuse_memory_release(lambda *_: None, None, io_struct.ReleaseMemoryOccupationReqInput())
+    except HTTPException as refusal:
+        said = refusal.detail
+    return f"`/release_memory_occupation` and `/resume_memory_occupation`: {said}"
 
 
 def fallback_rules() -> str:
@@ -350,8 +335,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "Control endpoints on a CPU": control_calls,
 }
 LEADS = {
-    "Control endpoints on a CPU": "SGLang's scheduler would end. The last row is that of any device. Other "
-    "endpoints work as in SGLang.",
+    "Control endpoints on a CPU": "HTTP 400, as SGLang's scheduler would end. Others answer as in SGLang, "
+    "[where some end the scheduler](dev/upstream/control-requests.md), with a draft or without.",
     "DP attention": "Served with `--enable-dp-lm-head`, all drafts and recurrent states. Not served:",
     "Flags without an effect": "A warning names them.",
     "Adaptive width verifies whole blocks": "A warning says so if it was requested and is:",

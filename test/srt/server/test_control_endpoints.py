@@ -40,7 +40,6 @@ GENERATE = {"text": "def parse(", "sampling_params": {"temperature": 0, "max_new
 MESSAGES = [{"role": "user", "content": "Why?"}]
 CHAT = {"model": str(TARGET), "messages": MESSAGES, "max_tokens": 4}
 GROUP = {"master_address": "127.0.0.1", "master_port": 0, "world_size": 1, "group_name": "g"}
-REMOTE = {"master_address": "127.0.0.1", "ports": "1"}
 GPU = "needs a GPU"
 
 
@@ -59,45 +58,25 @@ class Call:
 
 
 CALLS = (
-    # what a CPU cannot do, or the scheduler would not survive
+    # what a CPU cannot do
     Call("POST /release_memory_occupation", {}, 400, GPU),
     Call("POST /release_memory_occupation", {"tags": ["kv_cache"]}, 400, GPU),
     Call("POST /resume_memory_occupation", {}, 400, GPU),
     Call("POST /resume_memory_occupation", {"tags": ["weights"]}, 400, GPU),
-    Call("POST /weights_checker", {"action": "compare"}, 400, GPU),
     Call("POST /weights_checker", {"action": "checksum"}),
-    Call(
-        "POST /init_weights_send_group_for_remote_instance",
-        {**REMOTE, "group_rank": 0, "world_size": 1},
-        400,
-        GPU,
-    ),
-    Call("POST /send_weights_to_remote_instance", {**REMOTE, "group_name": "none"}, 400, GPU),
     Call("GET /get_remote_instance_transfer_engine_info?rank=0", status=400),
     Call("GET /remote_instance_transfer_engine_info?rank=0", status=400),
-    Call("POST /init_weights_update_group", {**GROUP, "rank_offset": 0}, 400, GPU),
-    Call(
-        "POST /init_weights_update_group", {**GROUP, "rank_offset": 1, "backend": "gloo"}, 400, "rank_offset"
-    ),
-    Call("POST /init_weights_update_group", {**GROUP, "rank_offset": 0, "group_name": ""}, 400, "group_name"),
     Call("POST /init_weights_update_group", {**GROUP, "rank_offset": 0, "backend": "gloo"}),
     Call("POST /destroy_weights_update_group", {"group_name": "g"}),
-    Call("POST /start_expert_distribution_record", status=400, says="recorder-mode"),
-    Call("POST /stop_expert_distribution_record", status=400, says="recorder-mode"),
-    Call("POST /dump_expert_distribution_record", status=400, says="recorder-mode"),
-    Call("POST /stop_profile", status=400, says="not in progress"),
-    *(
-        Call("POST /start_profile", {"activities": activities}, 400, "activities")
-        for activities in (["MEM"], ["CUDA_PROFILER"], ["RPD"], ["GPU"], ["CPU", "MEM"], [])
-    ),
-    Call("POST /start_profile", {"output_dir": "/proc/none"}, 400, "output_dir"),
-    Call("POST /start_profile", {"profile_prefix": "none/a"}, 400, "profile_prefix"),
+    # SGLang's answers: HTTP 500, and the server goes on
+    Call("POST /stop_profile", status=500),
     Call("POST /start_profile", {"activities": ["CPU"], "with_stack": False, "record_shapes": False}),
+    Call("POST /start_profile", {"activities": ["CPU"]}, 500),
     Call("POST /stop_profile"),
-    Call(
-        "POST /configure_logging", {"log_requests": True, "log_requests_level": 99}, 400, "log_requests_level"
-    ),
     Call("POST /configure_logging", {"log_requests": False}),
+    Call("POST /configure_logging", {"log_requests": True, "log_requests_level": 99}, alone=True),
+    Call("POST /generate", GENERATE, 500, alone=True),
+    Call("POST /configure_logging", {"log_requests": False, "log_requests_level": 0}, alone=True),
     # what needs another server
     Call("POST /pd_role_switch", {"new_role": "prefill"}, 400, "--enable-pd-role-switch"),
     Call("POST /scale_elastic_ep", {"new_ep_size": 2}, 404, "--elastic-ep-backend"),
@@ -184,6 +163,16 @@ CALLS = (
     Call("POST /parse_function_call", {"text": "a", "tools": [], "tool_call_parser": "hermes"}),
     Call("POST /separate_reasoning", {"text": "a</think>b", "reasoning_parser": "qwen3"}),
 )
+
+
+# Here these end SGLang's scheduler, with a draft or without (docs/dev/upstream/control-requests.md).
+END_SGLANG = {
+    "POST /start_expert_distribution_record",
+    "POST /stop_expert_distribution_record",
+    "POST /dump_expert_distribution_record",
+    "POST /init_weights_send_group_for_remote_instance",
+    "POST /send_weights_to_remote_instance",
+}
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +270,7 @@ def test_every_endpoint_has_a_row(server):
     assert status == 200
     operations = operations_of(json.loads(described)["paths"])
     assert len(operations) > 80, "the router names fewer: is it still read?"
-    without = operations - {covers(call.operation) for call in CALLS}
+    without = operations - {covers(call.operation) for call in CALLS} - END_SGLANG
     assert not without, f"no row for {sorted(without)}"
 
 

@@ -25,8 +25,6 @@ CpuPatch = functools.partial(Patch, cpu_only=True, upstream="docs/dev/upstream/c
 RECURRENT = "targets with recurrent states on a CPU"
 SPEED = "faster operators on a CPU"
 RECURRENT_WIDTH = "adaptive width for targets with recurrent states"
-CONTROL_CHECKS = "checks of control requests"
-CONTROL_REQUESTS = "docs/dev/upstream/control-requests.md"
 STREAMS = "streamed text whose chunks end inside characters"
 
 # Targets with recurrent states and several ranks, with a draft or without. Part of AT_LOAD.
@@ -143,27 +141,12 @@ AT_FRONT_END = (
     ),
     wrapping(
         target="sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
-        upstream=CONTROL_REQUESTS,
-        feature=CONTROL_CHECKS,
+        upstream="docs/dev/upstream/control-requests.md",
+        feature="refusals of control requests on a CPU",
         signature="(self, obj)",
-        why="an error in a control request ends the scheduler, such as released memory on a CPU",
-        ours="srt.speculative.control_requests.check_and_dispatch",
-    ),
-    wrapping(
-        target="sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin._execute_profile",
-        upstream=CONTROL_REQUESTS,
-        feature=CONTROL_CHECKS,
-        signature="(self, req)",
-        why="SGLang answers a profile that cannot start or stop with HTTP 500",
-        ours="srt.speculative.control_requests.answer_profile_errors",
-    ),
-    wrapping(
-        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.configure_logging",
-        upstream=CONTROL_REQUESTS,
-        feature=CONTROL_CHECKS,
-        signature="(self, obj)",
-        why="after an unknown level of request logs SGLang answers each request with HTTP 500",
-        ours="srt.speculative.control_requests.check_and_configure_logging",
+        why="on a CPU a request to release memory ends the scheduler",
+        ours="srt.hardware_backend.cpu.arguments.refuse_memory_release",
+        cpu_only=True,
     ),
     wrapping(
         target="sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
@@ -181,16 +164,6 @@ AT_FRONT_END = (
         signature="(server_args, port_args, run_detokenizer_process_func)",
         why="a detokenizer does not know at load which algorithm its server runs",
         ours="srt.plugins.streams.launch_our_detokenizers",
-    ),
-    wrapping(
-        target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
-        upstream="https://github.com/sgl-project/sglang/pull/40115",
-        feature="log probabilities of every token in streamed chats",
-        signature="(self, content, index, request, created, stream_offsets, reasoning_parser_dict, "
-        "parser_dict, has_tool_calls, choice_logprobs, finish_reason_type, continuous_usage_stats, "
-        "prompt_tokens, reasoning_tokens, completion_tokens)",
-        why="SGLang drops the log probabilities of a step that adds no text, as one inside a character",
-        ours="srt.plugins.streams.keep_logprobs",
     ),
     *(
         wrapping(
@@ -285,14 +258,6 @@ AT_WORKER = (
         signature="(self, i, req, pt, next_token_ids, num_input_logprobs, output)",
         why="with a draft SGLang samples a token for requests of zero tokens, and reports its probability",
         ours="srt.speculative.dflash_utils.drop_undrawn_token",
-    ),
-    wrapping(
-        target="sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept",
-        upstream="docs/dev/upstream/begun-stops.md",
-        feature="stop strings held back from their first character on",
-        signature="(self, req)",
-        why="a chunk that ends inside a stop string's character, and part of a whole answer, is sent with it",
-        ours="srt.speculative.dflash_utils.withhold_partial_stops",
     ),
     Patch(
         target="sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",

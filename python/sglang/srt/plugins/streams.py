@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.managers import detokenizer_manager
-from sglang.srt.runtime_context import get_serving
 
 from sglang_dflash.srt.plugins import patch, patches
 
@@ -48,48 +47,20 @@ def launch_our_detokenizers(
     return launch(server_args, port_args, functools.partial(run_detokenizer, run_detokenizer_process_func))
 
 
-async def keep_logprobs(
-    stream: Callable[..., AsyncIterator[str]], serving: Any, *args: Any, **kwargs: Any
-) -> AsyncIterator[str]:
-    """Wrap `OpenAIServingChat._generate_stream_content`: keep a step's log probabilities.
-
-    SGLang drops them if the step adds no text, as one inside a character. Our chunk is the one that SGLang
-    sends if it parses reasoning or tools.
-    """
-    from sglang.srt.entrypoints.openai.sse_utils import build_sse_content
-
-    is_sent = False
-    async for chunk in stream(serving, *args, **kwargs):
-        is_sent = True
-        yield chunk
-    if not is_sent and kwargs["choice_logprobs"] is not None:
-        yield build_sse_content(
-            chunk_id=kwargs["content"]["meta_info"]["id"],
-            created=kwargs["created"],
-            model=kwargs["request"].model,
-            index=kwargs["index"],
-            logprobs=kwargs["choice_logprobs"],
-        )
-
-
 async def stream_to_the_end(
     stream: Callable[..., Any], serving: Any, gen_request: Any, raw_request: Any, model_name: str
 ) -> Any:
-    """Wrap the streams of `OllamaServing`: send an answer to its end.
+    """Wrap the streams of `OllamaServing`: send the text of the chunk that ends an answer.
 
-    SGLang drops the text of the chunk that ends an answer. It takes each chunk for the whole text so far,
-    which it is without --incremental-streaming-output.
+    SGLang drops it. Without a draft that is a token, with DFLASH up to a block.
     """
 
-    async def whole_texts(*args: Any) -> AsyncIterator[dict[str, Any]]:
-        said = ""
+    async def with_last_texts(*args: Any) -> AsyncIterator[dict[str, Any]]:
         async for chunk in serving.tokenizer_manager.generate_request(*args):
-            before, text = said, chunk.get("text", "")
-            said = said + text if get_serving().incremental_streaming_output else text
-            if said != before and chunk["meta_info"].get("finish_reason") is not None:
-                yield {"text": said, "meta_info": {}}
-            yield chunk | {"text": said}
+            if chunk["meta_info"].get("finish_reason") is not None:
+                yield {"text": chunk.get("text", ""), "meta_info": {}}
+            yield chunk
 
     served = copy.copy(serving)
-    served.tokenizer_manager = SimpleNamespace(generate_request=whole_texts)
+    served.tokenizer_manager = SimpleNamespace(generate_request=with_last_texts)
     return await stream(served, gen_request, raw_request, model_name)

@@ -128,24 +128,3 @@ def _stop_token_by_token(req: Any, check: Callable[[Any], None], run: Any) -> No
             break
     req.output_ids, req.grammar = output_ids, grammar
     req.finished_reason, req.finished_len = found
-
-
-def withhold_partial_stops(accept: Callable[..., None], outputs: Any, *, req: Any) -> None:
-    """Wrap `_GenerationStreamAccumulator.accept`: keep what may begin a stop string.
-
-    SGLang compares the end of a stream with the beginnings of its stop strings. Behind a part of a character
-    it finds none. Parts of an answer that is not streamed are not compared at all.
-    """
-    is_due = req.stream or len(req.output_ids) % outputs.default_force_stream_interval == 0
-    if req.finished() or not is_due or not _ends_in_a_stop(req):
-        accept(outputs, req=req)
-
-
-def _ends_in_a_stop(req: Any) -> bool:
-    """Return whether a request's text ends with the beginning of a stop string."""
-    stops = req.sampling_params.stop_strs
-    if not stops:
-        return False
-    # A character has four bytes at most, and a byte may be a token. U+FFFD stands for a part of a character.
-    text = req.tail_str(4 * max(map(len, stops))).rstrip("\ufffd")
-    return any(text.endswith(stop[:length]) for stop in stops for length in range(1, len(stop)))

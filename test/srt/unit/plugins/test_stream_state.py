@@ -8,13 +8,10 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 from serving import CHAT_TARGET, TARGET
 from sglang.srt.managers import detokenizer_manager
 from sglang.srt.managers.detokenizer_manager import DetokenizerManager
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 from support.scripts import SCRIPTS
 from transformers import AutoTokenizer
 
 from sglang_dflash.srt.plugins import streams
-from sglang_dflash.srt.speculative.dflash_utils import withhold_partial_stops
 
 
 @pytest.fixture(params=[TARGET, CHAT_TARGET], ids=lambda path: path.name)
@@ -76,48 +73,3 @@ def test_joined_chunks_are_the_whole_text(tokenizer, ours):
 def test_without_our_patch_they_are_not(tokenizer):
     """Control: SGLang alone sends some text twice, if chunks have several tokens."""
     assert {most > 1 for _, _, most in wrong_streams(tokenizer)} == {True}
-
-
-def request_of(tokenizer, stop: list[str], ids: list[int], is_stream: bool = True) -> Req:
-    params = SamplingParams(stop=stop, max_new_tokens=64)
-    params.normalize(tokenizer)
-    req = Req("0", "", [1], params, vocab_size=len(tokenizer), stream=is_stream)
-    req.tokenizer, req.output_ids = tokenizer, ids
-    return req
-
-
-def is_sent(req: Req, interval: int = 1) -> bool:
-    sent = []
-    outputs = SimpleNamespace(default_force_stream_interval=interval)
-    withhold_partial_stops(lambda outputs, req: sent.append(req), outputs, req=req)
-    return bool(sent)
-
-
-@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
-def test_no_text_goes_out_that_a_stop_takes_back(is_stream, tokenizer):
-    """Stop at three characters of each script, and look at every place before their end."""
-    sglang_sent = 0
-    for text in SCRIPTS.values():
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        stop = text[len(text) // 2 :][:3]
-        begin = text.index(stop)
-        for end in range(1, len(ids)):
-            said = tokenizer.decode(ids[:end])
-            if stop in said:
-                break
-            req = request_of(tokenizer, [stop], ids[:end], is_stream)
-            is_inside = len(said.rstrip("\ufffd")) > begin
-            sglang_sent += is_inside and not req.check_match_stop_str_prefix()
-            assert not (is_inside and is_sent(req)), f"{said!r} before {stop!r}"
-    assert sglang_sent, "SGLang alone holds these back, so the test proves nothing"
-
-
-def test_other_text_goes_out(tokenizer):
-    for text in ("界", "世 x", "x \ufffd"):
-        assert is_sent(request_of(tokenizer, ["世界"], tokenizer.encode(text, add_special_tokens=False)))
-    begun = tokenizer.encode("世", add_special_tokens=False)
-    assert is_sent(request_of(tokenizer, [], begun)) and not is_sent(request_of(tokenizer, ["世界"], begun))
-    whole = request_of(tokenizer, ["世界"], begun, is_stream=False)
-    assert is_sent(whole, interval=len(begun) + 1), "SGLang was not asked whether the answer is due"
-    whole.finished_reason = FINISH_LENGTH(length=len(begun))
-    assert is_sent(whole)

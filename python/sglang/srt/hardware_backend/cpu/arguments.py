@@ -1,6 +1,7 @@
-"""Server arguments on a CPU: defaults, limits, and the CPUs and threads of several ranks."""
+"""Server arguments on a CPU: defaults, limits, the CPUs and threads of several ranks."""
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -130,3 +131,13 @@ def groups_of_cpus(cpus: list[int], count: int) -> list[str]:
 def find_nccl_library() -> str:
     """Report that there is no NCCL: its communicators need a CUDA device, unlike gloo."""
     raise OSError("no CUDA driver on this machine: ranks talk through gloo")
+
+
+def refuse_memory_release(dispatch: Callable[..., None], manager: Any, obj: Any) -> None:
+    """Refuse a request for SGLang's memory saver, which would end a CPU's scheduler."""
+    from fastapi import HTTPException
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+
+    if isinstance(obj, ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput):
+        raise HTTPException(400, "SGLang's memory saver needs a GPU. This server runs on a CPU.")
+    dispatch(manager, obj)
