@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sglang_dflash.srt.plugins.patch import Patch  # noqa: E402
-from sglang_dflash.srt.reaches import Reach  # noqa: E402
+from sglang_dflash.srt.patching import Patch  # noqa: E402
 from sglang_diff import compare  # noqa: E402
 from sglang_diff.compare import SAME, Row  # noqa: E402
+from sglang_diff.reaches import Reach  # noqa: E402
 from sglang_diff.source_tree import NotSGLang, SourceTree  # noqa: E402
 
 _DOWNLOAD_SECONDS = 300

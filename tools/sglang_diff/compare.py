@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import sglang_dflash
+from sglang_dflash.srt.patching import Patch, release_numbers
 from sglang_dflash.srt.plugins.entry_points import CPU_STEPS, STEPS
-from sglang_dflash.srt.plugins.patch import Patch, release_numbers
-from sglang_dflash.srt.plugins.patches import TABLES
-from sglang_dflash.srt.reaches import REACHES, Reach
+from sglang_dflash.srt.plugins.patches import all_patches
+from sglang_diff.reaches import REACHES, Reach
 from sglang_diff.source_tree import PACKAGE, Found, SourceTree, fingerprint, parameters
 
 RECORDED = Path(__file__).with_name("fingerprints.json")
@@ -140,7 +140,7 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
 
 def patches_for(tree: SourceTree) -> list[Patch]:
     """List the patches that this SGLang needs to itself; one target is PyTorch's."""
-    table = [patch for patches in TABLES.values() for patch in patches if patch.is_needed_on(tree.version)]
+    table = [patch for patch in all_patches() if patch.is_needed_on(tree.version)]
     return [patch for patch in table if patch.target.startswith(f"{PACKAGE}.")]
 
 

@@ -1,15 +1,13 @@
-"""Ledger of what we reach for inside SGLang and FlashInfer, beside patches and imports.
+"""Names inside SGLang and FlashInfer without which DFLASH does not start.
 
-It names private attributes that we read, attributes that we write, and members that our classes override.
-`tools/sglang_diff` compares each with any SGLang, and a test compares the ledger with our source. A server
-checks what it writes and overrides: a write to a name that SGLang no longer reads raises nothing.
+We write or override them. A write to a name that SGLang no longer reads raises nothing, so a server looks.
+`tools/sglang_diff/reaches.py` says where each is used and what for, and a test compares both with our source.
 """
 
 import functools
 import inspect
 import pkgutil
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 # What is off if one of its names is gone.
 ROWS = "numbers of verified tokens per request on a GPU"
@@ -17,183 +15,91 @@ WAIT = "SGLANG_DFLASH_WAIT_UNDER_DRAFT"
 ON_CPU = "attention and reordered weights on a CPU"
 
 
-class Reach(NamedTuple):
-    """Names of one owner that one file of ours reaches for.
+def _owners(table: str) -> dict[str, list[str]]:
+    """Read lines `owner: names`, of owners below `sglang.srt` or in FlashInfer.
 
-    Attributes:
-        owner: Dotted path of a class, or of a module.
-        kind: "read", "write" or "override".
-        names: Attributes, methods and properties.
-        where: Path of our file below `srt/speculative/`, or below `srt/`.
-        why: What for.
-        feature: Feature that needs the names. None: DFLASH cannot be served without them.
-        since: First supported release of SGLang that has the names.
+    Two spaces continue a line.
     """
-
-    owner: str
-    kind: str
-    names: tuple[str, ...]
-    where: str
-    why: str
-    feature: str | None
-    since: str
+    lines = table.strip().replace("\n  ", " ").splitlines()
+    return {owner: names.split() for owner, names in (line.strip().split(": ") for line in lines)}
 
 
-def _reaches(table: str, feature: str | None = None, since: str = "0.5.22") -> Iterator[Reach]:
-    """Read a table of owners, and below each its lines `where kind names: why`.
-
-    Owners are in FlashInfer or below `sglang.srt`.
-    """
-    owner = ""
-    for line in table.strip().splitlines():
-        if line.startswith(" "):
-            what, _, why = line.partition(": ")
-            where, kind, *names = what.split()
-            yield Reach(
-                owner, kind=kind, names=tuple(names), where=where, why=why, feature=feature, since=since
-            )
-        else:
-            owner = line if line.startswith("flashinfer.") else f"sglang.srt.{line}"
-
-
-REACHES = (
-    *_reaches("""
-arg_groups.fields.spec.Spec
-  arg_groups/options.py write speculative_adaptive speculative_use_rejection_sampling: set by our flags
-  arg_groups/resolve.py read _speculative_draft_quantization_explicitly_set: a user's choice
-  arg_groups/support.py read _speculative_draft_quantization_explicitly_set: a user's choice
-entrypoints.ollama.serving.OllamaServing
-  plugins/streams.py write tokenizer_manager: whole texts
-function_call.core_types.StreamingParseResult
-  plugins/tool_parsers.py write calls: results of pieces
-function_call.core_types.ToolCallItem
-  plugins/tool_parsers.py write parameters: results of pieces
-layers.logits_processor.LogitsProcessorOutput
-  acceptance/acceptor.py write sampling_mask_output: masks of a block
-  acceptance/target_sampling.py write next_token_logits: the sampler's input
-  dflash_worker.py write hidden_states: None once consumed
-managers.detokenizer_manager.DecodeStatus
-  plugins/streams.py override sent_offset: an offset that never goes back
-managers.io_struct.TokenizedGenerateReqInput
-  request_fields.py write custom_logit_processor input_embeds input_ids sampling_params: a refused request
-  request_fields.py write logprob_start_len token_ids_logprob top_logprobs_num: a refused request
-  request_fields.py write return_hidden_states return_logprob return_sampling_mask: a refused request
-managers.schedule_batch.Req
-  acceptance/processors.py write custom_logit_processor sampling_params to_finish: errors end a request
-  dflash_info.py write decode_batch_idx: count cycles
-  dflash_utils.py write finished_len finished_reason grammar output_ids to_finish: the first stop of a block
-  dflash_utils.py write reasoning_tokens: none behind the stop
-  request_fields.py write origin_input_ids: an empty prompt
-managers.schedule_batch.ScheduleBatch
-  cycle/verify.py write forward_mode input_ids out_cache_loc seq_lens_cpu seq_lens_sum spec_info: the verify
-  dflash_info.py write seq_lens_cpu seq_lens_sum: reserved slots
-  parallel.py write spec_info: a step of other ranks
-  width/timers.py write sampling_info: measured batches
-managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
-  weight_updates.py override _select_runners begin_weight_update end_weight_update: errors as answers
-  weight_updates.py override update_weights_from_distributed update_weights_from_tensor: errors as answers
-managers.utils.GenerationBatchResult
-  dflash_worker.py write kv_loc_plan new_seq_lens next_draft_input: a cycle's results
-mem_cache.kv_cache_configurator.KVCacheConfigurator
-  targets/recurrent.py read _calculate_mamba_ratio: a warning's number
-mem_cache.memory_pool.ReqToTokenPool
-  drafters/peagle.py write write: the draft's table follows
-mem_cache.prefill_budget.PrefillBudget
-  dflash_utils.py read _available_and_evictable: free slots
-model_executor.forward_batch_info.ForwardBatch
-  cycle/verify.py write can_run_decode_cuda_graph: without graphs if no graph fits
-model_executor.graph_shared_output.GraphSharedOutput
-  drafters/build.py override get_logits_buffer: no logits of a draft
-  drafters/build.py write _process_shared: no logits of a draft
-model_executor.model_runner.ModelRunner
-  dflash_utils.py write shared_read_done_event: rows stay until a step has ended
-  dflash_worker.py write sampling_prewarm_result: no second warm-up
-  weight_updates.py write weight_updater: updates reach the model that they name
-sampling.sampling_batch_info.SamplingBatchInfo
-  acceptance/constraints.py write acc_additive_penalties acc_scaling_penalties: ours instead
-  dflash_worker.py write need_top_k_sampling: filters of drawn tokens
-  warm_up.py write acc_additive_penalties: a batch with penalties
-sampling.sampling_params.SamplingParams
-  acceptance/processors.py write custom_params: a processor's request
-  request_fields.py write max_new_tokens: the KV pool's end
-  warm_up.py write min_new_tokens: a batch with penalties
-speculative.base_spec_worker.BaseSpecWorker
-  dflash_worker.py override alloc_memory_pool init_attention_backends init_cuda_graphs: a worker's calls
-  dflash_worker.py override on_verify_complete_cpu prewarm_sampling: a worker's calls
-  dflash_worker.py override spec_v2_attn_backends weight_update_runners: a worker's calls
-speculative.spec_info.SpecInput
-  dflash_info.py override ragged_verify_layout: what backends plan by
-  dflash_info.py write custom_mask num_tokens_for_logprob_per_req num_tokens_per_req: what backends plan by
-speculative.spec_registry.CustomSpecAlgo
-  plugins/algorithm.py override build_disagg_draft_input create_worker: our worker
-utils.hf_transformers.config.HfModelConfigParser
-  configs/draft_config_parser.py override parse: drafts of other formats
-"""),
-    *_reaches(
+# The names of each owner, by the feature that needs them. None: DFLASH needs them.
+NEEDED: dict[str | None, dict[str, list[str]]] = {
+    None: _owners(
         """
-managers.overlap_utils.FutureRelayBuffers
-  acceptance/acceptor.py write published_bonus published_seq_lens: what SGLang need not copy
-speculative.base_spec_worker.BaseSpecWorker
-  dflash_worker.py write draft_parallel_layout: the scheduler reads it
-""",
-        since="0.5.23",
-    ),
-    *_reaches(
+arg_groups.fields.spec.Spec: speculative_adaptive speculative_use_rejection_sampling
+entrypoints.ollama.serving.OllamaServing: tokenizer_manager
+function_call.core_types.StreamingParseResult: calls
+function_call.core_types.ToolCallItem: parameters
+layers.logits_processor.LogitsProcessorOutput: hidden_states next_token_logits sampling_mask_output
+managers.detokenizer_manager.DecodeStatus: sent_offset
+managers.io_struct.TokenizedGenerateReqInput: custom_logit_processor input_embeds input_ids
+  logprob_start_len return_hidden_states return_logprob return_sampling_mask sampling_params
+  token_ids_logprob top_logprobs_num
+managers.overlap_utils.FutureRelayBuffers: published_bonus published_seq_lens
+managers.schedule_batch.Req: custom_logit_processor decode_batch_idx finished_len finished_reason grammar
+  origin_input_ids output_ids reasoning_tokens sampling_params to_finish
+managers.schedule_batch.ScheduleBatch: forward_mode input_ids out_cache_loc sampling_info seq_lens_cpu
+  seq_lens_sum spec_info
+managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager: _select_runners
+  begin_weight_update end_weight_update update_weights_from_distributed update_weights_from_tensor
+managers.utils.GenerationBatchResult: kv_loc_plan new_seq_lens next_draft_input
+mem_cache.memory_pool.ReqToTokenPool: write
+model_executor.forward_batch_info.ForwardBatch: can_run_decode_cuda_graph
+model_executor.graph_shared_output.GraphSharedOutput: _process_shared get_logits_buffer
+model_executor.model_runner.ModelRunner: sampling_prewarm_result shared_read_done_event weight_updater
+sampling.sampling_batch_info.SamplingBatchInfo: acc_additive_penalties acc_scaling_penalties
+  need_top_k_sampling
+sampling.sampling_params.SamplingParams: custom_params max_new_tokens min_new_tokens
+speculative.base_spec_worker.BaseSpecWorker: alloc_memory_pool draft_parallel_layout
+  init_attention_backends init_cuda_graphs on_verify_complete_cpu prewarm_sampling spec_v2_attn_backends
+  weight_update_runners
+speculative.spec_info.SpecInput: custom_mask num_tokens_for_logprob_per_req num_tokens_per_req
+  ragged_verify_layout
+speculative.spec_registry.CustomSpecAlgo: build_disagg_draft_input create_worker
+utils.hf_transformers.config.HfModelConfigParser: parse
         """
-layers.attention.base_attn_backend.AttentionBackend
-  cycle/ragged_graphs.py write supports_ragged_verify_graph: graphs by rows
-layers.attention.triton_backend.ForwardMetadata
-  layers/attention/ragged_rows.py write qo_indptr: rows of each request
-layers.attention.triton_backend.TritonAttnBackend
-  layers/attention/ragged_rows.py write _target_verify_num_tokens_per_req init_forward_metadata: read layouts
-  layers/attention/ragged_rows.py write _update_target_verify_buffers: read layouts
-model_executor.model_runner.ModelRunner
-  cycle/ragged_graphs.py read _get_attention_backend: a second backend
-  cycle/ragged_graphs.py write attn_backend decode_cuda_graph_runner: the pair of a cycle's rows
-model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner
-  cycle/ragged_graphs.py override _build_ragged_verify_token_buckets ragged_verify_mode: graphs by rows
-  cycle/ragged_graphs.py override _capture_ragged_verify_layout _stage_ragged_verify_layout: graphs by rows
-  cycle/ragged_graphs.py read _ragged_capture_slots: requests of a graph
-  cycle/ragged_graphs.py write capture_bs: sizes by rows
-speculative.ragged_verify.RaggedVerifyLayout
-  cycle/ragged_graphs.py override padded_to_bucket: made for the graph already
-""",
-        feature=ROWS,
     ),
-    *_reaches(
+    ROWS: _owners(
         """
-managers.overlap_utils.FutureMap
-  cycle/lengths.py override resolve_seq_lens_cpu: the cycle waits for lengths
-  cycle/lengths.py write needs_cpu_seq_lens: the cycle waits for lengths
-""",
-        feature=WAIT,
-    ),
-    *_reaches(
+layers.attention.base_attn_backend.AttentionBackend: supports_ragged_verify_graph
+layers.attention.triton_backend.ForwardMetadata: qo_indptr
+layers.attention.triton_backend.TritonAttnBackend: _target_verify_num_tokens_per_req
+  _update_target_verify_buffers init_forward_metadata
+model_executor.model_runner.ModelRunner: attn_backend decode_cuda_graph_runner
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner: _build_ragged_verify_token_buckets
+  _capture_ragged_verify_layout _stage_ragged_verify_layout capture_bs ragged_verify_mode
+speculative.ragged_verify.RaggedVerifyLayout: padded_to_bucket
         """
-layers.attention.torch_native_backend.TorchNativeAttnBackend
-  hardware_backend/cpu/attention.py override forward_decode forward_extend init_forward_metadata: blocks
-layers.linear.LinearBase
-  hardware_backend/cpu/reordering.py write quant_method: reordered weights
-managers.schedule_batch.ScheduleBatch
-  hardware_backend/cpu/operators.py write mamba_track_buffer_indices mamba_track_indices: unpinned memory
-""",
-        feature=ON_CPU,
     ),
-)
+    WAIT: _owners(
+        """
+managers.overlap_utils.FutureMap: needs_cpu_seq_lens resolve_seq_lens_cpu
+        """
+    ),
+    ON_CPU: _owners(
+        """
+layers.attention.torch_native_backend.TorchNativeAttnBackend: forward_decode forward_extend
+  init_forward_metadata
+layers.linear.LinearBase: quant_method
+managers.schedule_batch.ScheduleBatch: mamba_track_buffer_indices mamba_track_indices
+        """
+    ),
+}
 
 
 @functools.cache
 def find_misfit(feature: str | None) -> str | None:
-    """Return which name that we write or override for a feature is not there. None: all are."""
-    for reach in REACHES:
-        if reach.feature == feature and reach.kind != "read":
-            try:
-                owner = pkgutil.resolve_name(reach.owner)
-            except (ImportError, AttributeError) as error:
-                return f"there is no {reach.owner} ({error})"
-            for name in reach.names:
-                if not _has(owner, name):
-                    return f"{reach.owner} has no {name} to {reach.kind}. Reason: {reach.why}"
+    """Return which name that a feature needs is not there. None: all are."""
+    for path, names in NEEDED[feature].items():
+        path = path if path.startswith("flashinfer.") else f"sglang.srt.{path}"
+        try:
+            owner = pkgutil.resolve_name(path)
+        except (ImportError, AttributeError) as error:
+            return f"there is no {path} ({error})"
+        if gone := [name for name in names if not _has(owner, name)]:
+            return f"{path} has no {gone[0]}, which we write or override"
     return None
 
 

@@ -22,8 +22,8 @@ from support.rehearsal.compare import (
 from support.rehearsal.play import Rehearsal, on_cpu, rehearse
 from support.rehearsal.stage import Scene
 
+from sglang_dflash.srt.patching import installed_version
 from sglang_dflash.srt.plugins.compatibility import SUPPORTED
-from sglang_dflash.srt.plugins.patch import installed_version
 
 pytestmark = [pytest.mark.server, on_cpu]
 

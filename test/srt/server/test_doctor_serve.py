@@ -18,11 +18,12 @@ from support.drafts import make_draft, read_config
 from support.quantized_drafts import write_quantized
 from support.servers import ENVIRONMENT, run_to_end, warm_start
 
+from sglang_dflash.srt import patching
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.arg_groups.options import add_flags
 from sglang_dflash.srt.doctor.serve import BUILT_IN, OURS, REFUSED, STATUS
 from sglang_dflash.srt.environ import DFlashOptions, Option
-from sglang_dflash.srt.plugins import algorithm, entry_points, patch
+from sglang_dflash.srt.plugins import algorithm, entry_points
 
 pytestmark = pytest.mark.server
 
@@ -94,7 +95,7 @@ def decision_of(arguments: list[str], monkeypatch) -> tuple[str, tuple[str, ...]
     record = ServerArgs.from_cli_args(parser.parse_args([*given, *arguments]))
     # As an earlier step has it.
     record._speculative_draft_quantization_explicitly_set = bool(record.speculative_draft_model_quantization)
-    monkeypatch.setattr(patch, "install", lambda table: None)  # AT_FRONT_END, for this process
+    monkeypatch.setattr(patching, "install", lambda table: None)  # of the front end, for this process
     try:
         entry_points.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """What pages name is there: flags and files. test_documented_commands.py runs their commands."""
 
 import argparse
+import inspect
 import re
 import subprocess
 from pathlib import Path
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 import sglang
 from serving import ROOT
+from sglang.srt.server_args import ServerArgs
 from support.documented import PAGES, commands, defined_flags, spans
 
-from sglang_dflash.srt.arg_groups.options import make_add_cli_args
+from sglang_dflash.srt.arg_groups.options import add_cli_args
 
 # limits.md is written from the code, and lists what is refused or ignored.
 USER_PAGES = [
@@ -31,7 +33,7 @@ OTHER_PROGRAMS = {
 def server_flags() -> set[str]:
     """Return the flags of SGLang's servers, with ours."""
     parser = argparse.ArgumentParser()
-    make_add_cli_args()(parser)
+    add_cli_args(inspect.unwrap(ServerArgs.add_cli_args), parser)
     return {flag for action in parser._actions for flag in action.option_strings}
 
 

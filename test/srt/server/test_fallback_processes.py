@@ -7,8 +7,10 @@ from serving import DRAFT, TARGET
 from support.parity import assert_same
 from support.servers import PLAIN_FLOAT32, patched, plain_target, run_to_end
 
+from sglang_dflash.srt import patching
 from sglang_dflash.srt.hardware_backend.cpu import runtime
-from sglang_dflash.srt.plugins import patch, patches
+from sglang_dflash.srt.patching import FALLBACK, FRONT_END, LOAD, WORKER
+from sglang_dflash.srt.plugins.patches import patches_at
 
 # A launcher and two schedulers of one server, on a pretended GPU. Prints what differs from the state before
 # the plugin was loaded, which is that of SGLANG_PLUGINS=none: every function, class, method and entry of a
@@ -22,12 +24,12 @@ import sys
 import sglang
 from sglang_dflash.srt import environ
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import entry_points, patch, patches
+from sglang_dflash.srt import patching
+from sglang_dflash.srt.plugins import entry_points, patches
 
-for table in patches.TABLES.values():
-    for entry in table:
-        if not entry.cpu_only:
-            patch.resolve(entry.target)
+for entry in patches.all_patches():
+    if not entry.is_for_cpu:
+        patching.resolve(entry.target)
 import sglang.srt.speculative.dflash_worker_v2
 
 
@@ -84,7 +86,7 @@ def serve(**more):
     resolution_hooks.run_hook(speculative_hook.handle_speculative_decoding, record)
     workers = set()
     if DFlashOptions.FALLBACK.get():
-        patch.install(patches.AT_FALLBACK)  # as children do when they load the plugin
+        patching.install(patches.patches_at(patching.FALLBACK))  # as children do when they load the plugin
     for _ in range(2):
         scheduler = pickle.loads(pickle.dumps(record))
         served = SpeculativeAlgorithm.from_string(resolved_view(scheduler).speculative_algorithm)
@@ -103,18 +105,18 @@ def test_a_fallback_has_sglangs_own_functions():
     done = run_to_end("-c", program)
     [answer] = [line for line in done.output.splitlines() if line.startswith("ANSWER ")] or [done.output]
     found = json.loads(answer.removeprefix("ANSWER "))
-    wanted = {entry.target for entry in patches.AT_LOAD if not entry.cpu_only}
+    wanted = {entry.target for entry in patches_at(LOAD) if not entry.is_for_cpu}
     wanted.add("sglang.srt.configs.model_config_parser_registry._MODEL_CONFIG_PARSER_REGISTRY[hf]")
     changed = {name for name in found["loaded"] if "resolution_hooks" not in name}
     assert changed == wanted
-    [report] = patches.AT_FALLBACK
+    [report] = patches_at(FALLBACK)
     worker, *changed = found["fallback"]
     assert worker == "sglang.srt.speculative.dflash_worker_v2"
     assert changed == [report.target]
     worker, *changed = found["ours"]  # control: the same program finds what ours changes
     assert worker == "sglang_dflash.srt.speculative.dflash_worker"
-    ours = patch.relevant((*patches.AT_FRONT_END, *patches.AT_WORKER))
-    assert {entry.target for entry in ours if not entry.cpu_only} <= set(changed)
+    ours = patching.relevant((*patches_at(FRONT_END), *patches_at(WORKER)))
+    assert {entry.target for entry in ours if not entry.is_for_cpu} <= set(changed)
     assert "sglang.srt.models.registry.ModelRegistry.models[DFlashDraftModel]" in changed
 
 

@@ -3,23 +3,18 @@
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.srt.plugins.patch import Patch, resolve
+from sglang_dflash.srt.patching import LOAD, Patch
 
 
 def patch_with(target: str, ours: Callable[..., Any]) -> Patch:
     """Replace a callable of SGLang."""
-    return _patch(target, lambda: ours)
+    return Patch(target=target, ours=ours, at=(LOAD,), upstream="none")
 
 
 def patch_around(target: str, ours: Callable[..., Any]) -> Patch:
     """Replace a callable by `ours`, which takes the original before the call's arguments."""
 
-    def build() -> Callable[..., Any]:
-        _, original = resolve(target)
-        return lambda *args, **kwargs: ours(original, *args, **kwargs)
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
 
-    return _patch(target, build)
-
-
-def _patch(target: str, build: Callable[[], Any]) -> Patch:
-    return Patch(target=target, build=build, why="a test's", upstream="none")
+    return patch_with(target, around)

@@ -9,7 +9,8 @@ from sglang.srt.arg_groups import speculative_hook
 from sglang.srt.server_args import ServerArgs
 from support.drafts import make_draft
 
-from sglang_dflash.srt.plugins import algorithm, entry_points, patch
+from sglang_dflash.srt import patching
+from sglang_dflash.srt.plugins import algorithm, entry_points
 
 
 def changed_draft(changes: dict, tmp_path: Path) -> Path:
@@ -35,7 +36,7 @@ def resolve(record: ServerArgs) -> ServerArgs:
     """Resolve a record as the launcher does with the plugin."""
     algorithm.register()  # unless the plugin was loaded
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(patch, "install", lambda table: None)  # AT_FRONT_END, for this process
+        monkeypatch.setattr(patching, "install", lambda table: None)  # of the front end, for this process
         entry_points.resolve_speculative_decoding(record, speculative_hook.handle_speculative_decoding)
     return record
 

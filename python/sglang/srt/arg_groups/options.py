@@ -5,12 +5,13 @@ one, else an option of `DFlashOptions`.
 """
 
 import argparse
-import functools
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option
+from sglang_dflash.srt.patching import LOAD, patches
 from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, AdaptiveSettings
 
 logger = logging.getLogger(__name__)
@@ -75,21 +76,17 @@ def _draft_quantization(method: str) -> str:
     return method
 
 
-def make_add_cli_args() -> staticmethod:
-    """Return SGLang's `ServerArgs.add_cli_args`, extended by our flags."""
-    from sglang.srt.server_args import ServerArgs
-
-    original = ServerArgs.add_cli_args  # another plugin's wrapper stays
-    if getattr(original, "has_our_flags", False):  # a second server in this process
-        return staticmethod(original)
-
-    @functools.wraps(original)
-    def add_cli_args(parser):
-        original(parser)
-        add_flags(parser)
-
-    add_cli_args.has_our_flags = True  # type: ignore[attr-defined]
-    return staticmethod(add_cli_args)
+@patches(
+    "sglang.srt.server_args.ServerArgs.add_cli_args",
+    at=LOAD,
+    signature="(parser)",
+    feature="the flags of sglang-dflash on the command line (their environment variables work)",
+    upstream="docs/dev/upstream/plugin-doors.md",
+)
+def add_cli_args(original: Callable[[Any], None], parser: argparse.ArgumentParser) -> None:
+    """Offer DFLASH's flags on SGLang's command line."""
+    original(parser)
+    add_flags(parser)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

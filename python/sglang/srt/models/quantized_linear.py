@@ -15,6 +15,7 @@ from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelL
 
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, Scheme
 from sglang_dflash.srt.layers.dequantize import QuantizedModule
+from sglang_dflash.srt.patching import WORKER, patches
 
 # Relative difference of outputs that the rounding of bfloat16 explains: 0.003 was measured. Wrong scales give
 # 0.19 and more.
@@ -124,6 +125,13 @@ def run_row_checks(checks: Iterable[RowCheck]) -> None:
         )
 
 
-def parse_quant_config(parse: Callable[[Any], Any], config: Any) -> Any:
-    """Wrap SGLang's `ModelConfig._parse_quant_hf_config`: a draft of ours is dense to it."""
-    return None if hasattr(config.hf_config, ATTRIBUTE) else parse(config)
+@patches(
+    "sglang.srt.configs.model_config.ModelConfig._parse_quant_hf_config",
+    at=WORKER,
+    signature="(self)",
+    feature="quantized drafts",
+    upstream="https://github.com/sgl-project/sglang/issues/39087",
+)
+def parse_quant_config(original: Callable[[Any], Any], config: Any) -> Any:
+    """Call a draft that we dequantize dense, as SGLang lacks kernels for some."""
+    return None if hasattr(config.hf_config, ATTRIBUTE) else original(config)

@@ -10,8 +10,10 @@ from typing import Any
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo, get_spec
 
+from sglang_dflash.srt import patching
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import patch, patches
+from sglang_dflash.srt.patching import WORKER
+from sglang_dflash.srt.plugins.patches import patches_at
 from sglang_dflash.srt.plugins.refusals import check_activation
 from sglang_dflash.srt.reaches import WAIT, require
 
@@ -121,10 +123,10 @@ def prepare_scheduler() -> type:
     check_ranks_run_ours()
     check_activation()
     try:
-        patch.install(patches.AT_WORKER)
-    except patch.Mismatch as mismatch:
+        patching.install(patches_at(WORKER))
+    except patching.Mismatch as mismatch:
         # The arguments are resolved by our rules, so SGLang's own worker cannot take over here.
-        raise SystemExit(f"sglang-dflash: {mismatch} {patch.HELP}") from mismatch
+        raise SystemExit(f"sglang-dflash: {mismatch} {patching.HELP}") from mismatch
     register_in_scheduler()
     from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 

@@ -2,7 +2,7 @@
 
 The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
 compares signatures. On a supported release only required targets are looked up, as another plugin may have
-replaced one of them. On any other SGLang each target is, and what `reaches.py` lists, and our worker is
+replaced one of them. On any other SGLang each target is, and what `reaches.py` names, and our worker is
 imported too. `tools/sglang_diff` compares the bodies of targets as well.
 """
 
@@ -12,11 +12,12 @@ import logging
 from typing import Any
 
 from sglang_dflash import __version__
+from sglang_dflash.srt import patching
 from sglang_dflash.srt.arg_groups.fallback import fall_back
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.configs.unsupported import Unsupported
-from sglang_dflash.srt.plugins import patch, patches
-from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version
+from sglang_dflash.srt.patching import HELP, LOAD, WORKER, Mismatch, installed_version
+from sglang_dflash.srt.plugins.patches import patches_at
 from sglang_dflash.srt.reaches import find_misfit
 
 logger = logging.getLogger(__name__)
@@ -32,18 +33,17 @@ def why_off() -> str | None:
     """
     version = installed_version()
     is_supported = version in SUPPORTED
-    table = patch.relevant(patches.AT_LOAD + patches.AT_WORKER)
     try:
-        off = patch.missing_features([each for each in table if not (is_supported and each.feature)])
+        table = patching.relevant(patches_at(LOAD) + patches_at(WORKER))
+        off = patching.missing_features([each for each in table if not (is_supported and each.feature)])
+        if is_supported:
+            return None
+        if reason := find_misfit(None):
+            return reason
+        importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
     except Mismatch as mismatch:
         return str(mismatch)
-    if is_supported:
-        return None
-    if reason := find_misfit(None):
-        return reason
-    try:
-        importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
-    except Exception as error:  # returned, and logged as the reason
+    except Exception as error:  # a file of ours that cannot be imported; logged as the reason
         return f"{type(error).__name__}: {error}"
     logger.warning(
         "sglang-dflash was tested with SGLang %s, this is %s. %s %s",

@@ -7,9 +7,10 @@ Both entry points are named `dflash`, so SGLANG_PLUGINS switches both. SGLang im
 import logging
 from typing import Any
 
-from sglang_dflash.srt import environ
+from sglang_dflash.srt import environ, patching
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
+from sglang_dflash.srt.patching import CPU_ATTENTION, FALLBACK, FRONT_END, LOAD
 from sglang_dflash.srt.plugins.refusals import STEPS, fail_activation, refusing
 
 # Further steps of SGLang's argument pipeline that are wrapped on a CPU.
@@ -39,12 +40,12 @@ def install() -> None:
 
 
 def patch_at_load() -> None:
-    """Apply AT_LOAD, also in modules of SGLang that imported a replaced name before this call."""
-    from sglang_dflash.srt.plugins import patch, patches
+    """Patch what every process needs, also in modules that imported a replaced name before."""
+    from sglang_dflash.srt.plugins.patches import patches_at
 
-    patch.rebind_importers(patch.install(patches.AT_LOAD))
+    patching.rebind_importers(patching.install(patches_at(LOAD)))
     if DFlashOptions.FALLBACK.get():
-        patch.install(patches.AT_FALLBACK)
+        patching.install(patches_at(FALLBACK))
 
 
 def register_at_load() -> None:
@@ -77,7 +78,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     from sglang_dflash.srt.arg_groups import checkpoint_detection
-    from sglang_dflash.srt.plugins import compatibility, patch
+    from sglang_dflash.srt.plugins import compatibility
 
     given = resolving_view(server_args).speculative_algorithm
 
@@ -86,7 +87,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
         if is_ours_alone and (reason := compatibility.why_off()):
             raise ValueError(
                 "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
-                f"sglang-dflash does not fit this SGLang ({reason}). {patch.HELP}"
+                f"sglang-dflash does not fit this SGLang ({reason}). {patching.HELP}"
             )
 
     with refusing():
@@ -111,7 +112,8 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
 
     from sglang_dflash.srt.arg_groups import resolve
     from sglang_dflash.srt.arg_groups.fallback import resolve_as_builtin
-    from sglang_dflash.srt.plugins import algorithm, compatibility, patch, patches
+    from sglang_dflash.srt.plugins import algorithm, compatibility
+    from sglang_dflash.srt.plugins.patches import patches_at
 
     configs = None if compatibility.leave_to_sglang(server_args) else resolve.prepare(server_args)
     if configs is None:
@@ -137,7 +139,7 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     served = algorithm.ServedName("DFLASH")
     declare_resolution(server_args, SOURCE, speculative_algorithm=served, **given)
     resolve.resolve_arguments(server_args, configs, is_adaptive)
-    patch.install(patches.AT_FRONT_END)
+    patching.install(patches_at(FRONT_END))
     algorithm.register_in_front_end()
 
 
@@ -167,13 +169,13 @@ def cpu_attention(runner: Any) -> Any:
     )
 
     from sglang_dflash.srt.hardware_backend.cpu import attention, dense_forward, reordering
-    from sglang_dflash.srt.plugins import patch, patches
+    from sglang_dflash.srt.plugins.patches import patches_at
     from sglang_dflash.srt.reaches import ON_CPU, require
 
     if not attention.is_needed(runner):
         return attention.TorchNativeAttnBackend(runner)
     require(ON_CPU)
-    patch.install(patches.AT_CPU_ATTENTION)
+    patching.install(patches_at(CPU_ATTENTION))
     reordering.reorder(runner.model)
     dense_forward.install(runner.model)
     # Without a method for this name SGLang takes Triton's, which reads latents as keys.

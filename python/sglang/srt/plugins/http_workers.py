@@ -2,10 +2,11 @@
 
 from sglang.srt.plugins import load_plugins
 
-from sglang_dflash.srt.plugins import algorithm, patch, patches
+from sglang_dflash.srt.patching import FRONT_END, install
+from sglang_dflash.srt.plugins import algorithm, patches
 
 load_plugins()
-patch.install(patches.AT_FRONT_END)
+install(patches.patches_at(FRONT_END))
 algorithm.register_in_front_end()
 
 from sglang.srt.entrypoints.http_server import app  # noqa: E402

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sglang_dflash import __version__
-from sglang_dflash.srt.plugins.patch import HELP, Mismatch, installed_version, is_main_process
+from sglang_dflash.srt.patching import HELP, Mismatch, installed_version, is_main_process
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from sglang_dflash.srt.arg_groups.implementation import Implementation
+from sglang_dflash.srt.patching import FALLBACK, WORKER, patches
 
 # The target is loaded by then, on every rank.
 RANKS_AGREE_WITHIN = timedelta(minutes=5)
@@ -30,13 +31,20 @@ def check_ranks_run_ours() -> None:
         ) from error
 
 
-def add_reports(add_speculative: Callable[[Any, dict], None], controller: Any, state: dict) -> None:
-    """Extend SGLang's `_add_speculative` by who serves, why, and reports.
+@patches(
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController._add_speculative",
+    at=(WORKER, FALLBACK),
+    signature="(self, state)",
+    feature="DFLASH's reports in /server_info",
+    upstream="docs/dev/upstream/plugin-doors.md",
+)
+def add_reports(original: Callable[[Any, dict], None], controller: Any, state: dict) -> None:
+    """Report in /server_info who serves and why, and what is in force.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
     proposed.
     """
-    add_speculative(controller, state)
+    original(controller, state)
     scheduler = controller.scheduler
     implementation = Implementation.from_server_args(scheduler.server_args)
     state["speculative_implementation"] = asdict(implementation)

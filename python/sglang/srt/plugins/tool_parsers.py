@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_dflash.srt.patching import FRONT_END, patches
+
 # A marker, else a word or a sign with the space before it, as tokenizers cut text.
 _PIECE = re.compile(r"<[^<>\s]+>| ?\w+| ?[^\w\s<]|\s+(?!\S)|.", re.DOTALL)
 # The beginning of a marker at the end of a chunk. No marker of SGLang's detectors is nearly as long.
@@ -81,9 +83,17 @@ def register() -> None:
                 registry[name] = piecewise(detector)
 
 
-def json_arrays_in_pieces(parse: Callable[..., Any], parser: Any, new_text: str, tools: Any) -> Any:
-    """Wrap `JsonArrayParser.parse_streaming_increment`, used for required calls.
+@patches(
+    "sglang.srt.function_call.json_array_parser.JsonArrayParser.parse_streaming_increment",
+    at=FRONT_END,
+    signature="(self, new_text, tools)",
+    feature="streamed calls that a request requires",
+    until="0.5.23",
+    upstream="https://github.com/sgl-project/sglang/issues/31915",
+)
+def json_arrays_in_pieces(original: Callable[..., Any], parser: Any, new_text: str, tools: Any) -> Any:
+    """Parse a required call in pieces, as a block holds several of its steps.
 
     SGLang 0.5.22 gives one name or one argument for each chunk, and the rest never.
     """
-    return join_results([parse(parser, piece, tools) for piece in pieces_of(new_text)])
+    return join_results([original(parser, piece, tools) for piece in pieces_of(new_text)])

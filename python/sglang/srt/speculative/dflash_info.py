@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 
 from sglang_dflash.kernels.ops.speculative.block import block_offsets
+from sglang_dflash.srt.patching import WORKER, patches
 
 if TYPE_CHECKING:
     from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
@@ -131,6 +132,13 @@ def reserve_slots(batch: Any, committed: list[int]) -> torch.Tensor:
     return reserved_cpu
 
 
+@patches(
+    "sglang.srt.speculative.dflash_info.DFlashVerifyInput",
+    at=WORKER,
+    signature="(draft_token, positions, draft_token_num, custom_mask, capture_hidden_mode, "
+    "ragged_verify_layout)",
+    upstream="docs/dev/upstream/plugin-doors.md",
+)
 @dataclass
 class DFlashVerifyInput(SpecInput):
     """Attention input for the target's chains and the draft's blocks.

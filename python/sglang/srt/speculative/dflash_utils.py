@@ -8,6 +8,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 
 from sglang_dflash.srt.compat import budgeted_draft_bytes
+from sglang_dflash.srt.patching import WORKER, patches
 
 logger = logging.getLogger(__name__)
 
@@ -57,52 +58,68 @@ def defer_row_reuse(target_runner: Any) -> None:
     target_runner.shared_read_done_event = None
 
 
-def defer_prefill_chunk(
-    available_chunk_tokens: Callable[..., Any], budget: Any, chunk_limit: int
-) -> int | None:
-    """Let a chunk wait for KV slots, in `PrefillBudget.available_chunk_tokens`.
+@patches(
+    "sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
+    at=WORKER,
+    signature="(self, chunk_limit)",
+    feature="mixed chunks in a full KV pool",
+    upstream="docs/dev/upstream/prefill-chunks.md",
+)
+def defer_prefill_chunk(original: Callable[..., Any], budget: Any, chunk_limit: int) -> int | None:
+    """Let a chunk wait for KV slots, as rows of blocks fill the pool beside it.
 
     SGLang's takes a whole chunk if nothing of the budget is left. If the pool has fewer slots, that ends the
     scheduler. Beside mixed chunks decode rows reserve whole blocks, so a pool gets that full. A chunk that
     waits goes on once decode rows have ended or were retracted.
     """
-    wanted = available_chunk_tokens(budget, chunk_limit)
+    wanted = original(budget, chunk_limit)
     if wanted is None:
         return None
     room = budget._available_and_evictable() // budget.page_size * budget.page_size
     return min(wanted, room) if room > 0 else None
 
 
-def truncate_at_first_stop(
-    update_finish_state: Callable[..., None], req: Any, new_accepted_len: int = 1
-) -> None:
-    """End a run of tokens at its first stop, in `Req.update_finish_state`.
+@patches(
+    "sglang.srt.managers.schedule_batch.Req.update_finish_state",
+    at=WORKER,
+    signature="(self, new_accepted_len)",
+    feature="stop strings and reasoning tokens as without a draft",
+    upstream="https://github.com/sgl-project/sglang/issues/39826",
+)
+def truncate_at_first_stop(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
+    """End a block at the first of its stops, and count no reasoning behind it.
 
     SGLang looks for NaN, then for stop strings in the order of the request, then for stop tokens, then at the
     length. The one that it finds in a run may come after another. It looks for none if the request is
     aborted. It also counts the reasoning of the whole run.
     """
     if req.finished() or not 0 < new_accepted_len <= len(req.output_ids):
-        update_finish_state(req, new_accepted_len)
+        original(req, new_accepted_len)
         return
     abort, req.to_finish = req.to_finish, None
     run = req.output_ids[-new_accepted_len:]
-    update_finish_state(req, new_accepted_len)
+    original(req, new_accepted_len)
     if req.finished_len is not None and new_accepted_len > 1:
-        _stop_token_by_token(req, update_finish_state, run)
+        _stop_token_by_token(req, original, run)
         req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
     if abort:
         req.finished_reason = abort
 
 
-def drop_undrawn_token(
-    add_logprob_return_values: Callable[..., int], processor: Any, i: int, req: Any, *args: Any
-) -> int:
-    """Give no log probability beside no token, in `SchedulerLogprobResultProcessor`.
+@patches(
+    "sglang.srt.managers.scheduler_components.logprob_result_processor."
+    "SchedulerLogprobResultProcessor.add_logprob_return_values",
+    at=WORKER,
+    signature="(self, i, req, pt, next_token_ids, num_input_logprobs, output)",
+    feature="log probabilities of zero tokens as without a draft",
+    upstream="docs/dev/upstream/zero-tokens.md",
+)
+def drop_undrawn_token(original: Callable[..., int], processor: Any, i: int, req: Any, *args: Any) -> int:
+    """Give no log probability of the token that a draft makes SGLang draw for none.
 
     A request of zero tokens ends in its prefill. Without a draft SGLang draws no token there.
     """
-    num_input_logprobs = add_logprob_return_values(processor, i, req, *args)
+    num_input_logprobs = original(processor, i, req, *args)
     if req.sampling_params.max_new_tokens == 0:
         req.logprob.output_token_logprobs_val.clear()
         req.logprob.output_token_logprobs_idx.clear()

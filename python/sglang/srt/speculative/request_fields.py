@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.configs.fields import short_repr
+from sglang_dflash.srt.patching import FRONT_END, WORKER, patches
 from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
 
 # In a request's `custom_params`. SGLang passes these on from every endpoint. `requested_caps` has an example.
@@ -84,10 +85,17 @@ _INTERNAL = (
 )
 
 
-def check_and_normalize(normalize_batch_and_arguments: Callable[[Any], None], request: Any) -> None:
-    """Check a request first, in `GenerateReqInput.normalize_batch_and_arguments`."""
+@patches(
+    "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+    at=FRONT_END,
+    signature="(self)",
+    feature="checks of sampling parameters",
+    upstream="https://github.com/sgl-project/sglang/pull/28960",
+)
+def check_and_normalize(original: Callable[[Any], None], request: Any) -> None:
+    """Check types and ranges of sampling parameters, as some would end the scheduler."""
     check_request(request)
-    normalize_batch_and_arguments(request)
+    original(request)
 
 
 def check_request(request: Any) -> None:
@@ -184,21 +192,34 @@ class RefusedParams(SamplingParams):
     problem: str = ""
 
 
-def check_and_handle(
-    handle_generate_request: Callable[..., None], scheduler: Any, recv_req: Any, **options: Any
-) -> None:
-    """Check a request first, in `Scheduler.handle_generate_request`.
+@patches(
+    "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+    at=WORKER,
+    signature="(self, recv_req, mm_input_error)",
+    upstream="https://github.com/sgl-project/sglang/pull/28960",
+)
+def check_and_handle(original: Callable[..., None], scheduler: Any, recv_req: Any, **options: Any) -> None:
+    """Check a request whose values would end the scheduler, whatever front end sent it.
 
     A front end of another language sends requests without SGLang's checks in Python. SGLang also refuses some
     requests by itself, such as those of an unknown session, and then runs them with what they asked for.
     """
     if problem := find_problem(recv_req, scheduler.model_config):
         _make_harmless(recv_req, problem)
-    handle_generate_request(scheduler, recv_req, **options)
+    original(scheduler, recv_req, **options)
 
 
+@patches(
+    "sglang.srt.managers.scheduler.validate_dflash_request",
+    at=WORKER,
+    signature="(req, enable_overlap)",
+    upstream="docs/dev/upstream/plugin-doors.md",
+)
 def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
-    """Return the message of an HTTP 400, or None. SGLang calls this for every request."""
+    """Answer a request that DFLASH cannot serve exactly with HTTP 400.
+
+    Returns the message, or None. SGLang calls this for every request.
+    """
     problem = _problem(req)
     if problem is not None:
         # SGLang runs one step of a refused request, and has it wait for room until then.

@@ -22,6 +22,7 @@ from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
 from sglang_dflash.srt.models.loading import CheckedTensors, check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import model_layer
+from sglang_dflash.srt.patching import WORKER, patches
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -237,8 +238,16 @@ def _answering_errors(name: str) -> Callable[[Any, Any], Any]:
     return answer
 
 
+@patches(
+    "sglang.srt.managers.scheduler.SchedulerWeightUpdaterManager",
+    at=WORKER,
+    signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
+    "metrics_collector)",
+    feature="weight updates of the draft from tensors",
+    upstream="docs/dev/upstream/weight-updates.md",
+)
 class WeightUpdateRequests(SchedulerWeightUpdaterManager):
-    """SGLang's entry of update requests into the scheduler, which its errors would end.
+    """Entry of weight updates, which passes their selector on and answers errors.
 
     A payload may be unreadable or too short for the ranks, or a selector unknown.
     """

@@ -10,6 +10,7 @@ from support.cpu_room import recurrent_targets, transfer
 from support.patching import patch_around, patch_with
 
 from sglang_dflash.srt.hardware_backend.cpu import arguments
+from sglang_dflash.srt.patching import LOAD, Patch
 
 _HOST_POOL = "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
 _NIXL = "sglang.srt.disaggregation.nixl.conn"
@@ -39,13 +40,18 @@ RECURRENT_TARGETS = (
 )
 
 
+def _make_at_load(patches: Any, table: tuple[Patch, ...]) -> None:
+    ours = patches.patches_at
+    patches.patches_at = lambda time: [*ours(time), *(table if time == LOAD else ())]
+
+
 def serve_transfer(patches: Any) -> None:
     """Let a server send its KV to another one or to the host."""
-    patches.AT_LOAD = (*patches.AT_LOAD, *TRANSFER)
+    _make_at_load(patches, TRANSFER)
     arguments.FEATURES = ()
 
 
 def serve_recurrent_targets(patches: Any) -> None:
     """Let a server run Qwen3-Next, LFM2 and LFM2-MoE, and ReplaySSM with interpreted kernels."""
-    patches.AT_LOAD = (*patches.AT_LOAD, *RECURRENT_TARGETS)
+    _make_at_load(patches, RECURRENT_TARGETS)
     arguments.RECURRENT_TARGETS = (*arguments.RECURRENT_TARGETS, "qwen3_next", "lfm2", "lfm2_moe")

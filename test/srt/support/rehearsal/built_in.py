@@ -14,7 +14,7 @@ import torch
 from support.patching import patch_around
 from support.rehearsal import launches
 
-from sglang_dflash.srt.plugins import patch
+from sglang_dflash.srt import patching
 
 
 def take_the_stage(algorithm: ModuleType, attention: Callable[[], None], buckets: tuple[int, ...]) -> None:
@@ -38,7 +38,7 @@ def follow_the_fallback(attention: Callable[[], None], buckets: tuple[int, ...])
         return _on_stage(original(self, server_args), buckets)
 
     target = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-    patch.install((patch_around(target, create),))
+    patching.install((patch_around(target, create),))
 
 
 class PlatformWithDFlash:

@@ -12,8 +12,8 @@ from support.rehearsal.play import ARGUMENTS, Rehearsal, rehearse
 from support.rehearsal.stage import Scene
 from support.servers import Reference, Servers
 
+from sglang_dflash.srt.patching import installed_version
 from sglang_dflash.srt.plugins.compatibility import SUPPORTED
-from sglang_dflash.srt.plugins.patch import installed_version
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import row_sizes
 
 # Drafts may depend on what the prefix cache held when a request came; without a cache they do not.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.srt.plugins.patch import resolve
+from sglang_dflash.srt.patching import resolve
 
 VARIABLE = "REHEARSAL_FAULT"
 _SPECULATIVE = "sglang_dflash.srt.speculative"

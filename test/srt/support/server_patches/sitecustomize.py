@@ -165,10 +165,11 @@ def another_sglang(module) -> None:
     """Pretend that SGLang is another version, with other parameters of `add_cli_args`."""
     from dataclasses import replace
 
-    module.AT_LOAD = tuple(
+    ours = module.patches_at
+    module.patches_at = lambda time: [
         replace(patch, signature="(parser, more)", feature=None) if patch.name == "add_cli_args" else patch
-        for patch in module.AT_LOAD
-    )
+        for patch in ours(time)
+    ]
 
 
 def failing_activation(module) -> None:

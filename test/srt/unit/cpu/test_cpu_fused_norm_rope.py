@@ -29,14 +29,17 @@ def test_norm(dtype, changes, num_added):
     torch.manual_seed(0)
     layer = norm(dtype, **changes)
     x, *added = torch.randn(1 + num_added, 7, 64, dtype=dtype).mul(3).unbind()
-    expected = inspect.unwrap(RMSNorm.forward_native)(layer, x, *added)
-    found = fused_rms_norm()(layer, x, *added)
+    original = inspect.unwrap(RMSNorm.forward_native)
+    expected = original(layer, x, *added)
+    found = fused_rms_norm(original, layer, x, *added)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_norm_of_another_size_is_refused_as_before():
+    from sglang.srt.layers.layernorm import RMSNorm
+
     with pytest.raises(ValueError, match="hidden_size"):
-        fused_rms_norm()(norm(torch.float32), torch.randn(2, 32))
+        fused_rms_norm(inspect.unwrap(RMSNorm.forward_native), norm(torch.float32), torch.randn(2, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -55,7 +58,8 @@ def test_rotation(dtype, is_neox_style, rotary_dim):
     )
     positions = torch.randint(50, (7,))
     query, key = torch.randn(7, 4 * 16, dtype=dtype), torch.randn(7, 2 * 16, dtype=dtype)
-    expected = inspect.unwrap(RotaryEmbedding.forward_native)(rope, positions, query, key)
-    found = fused_rotation()(rope, positions, query, key)
+    original = inspect.unwrap(RotaryEmbedding.forward_native)
+    expected = original(rope, positions, query, key)
+    found = fused_rotation(original, rope, positions, query, key)
     assert [t.shape for t in found] == [query.shape, key.shape]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -1,10 +1,13 @@
 """float32 linears on oneDNN against PyTorch's own; all other linears stay unchanged."""
 
+import functools
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
 from sglang_dflash.srt.hardware_backend.cpu import speedups
 
@@ -16,7 +19,8 @@ def as_if(monkeypatch):
     def of(has_avx512: bool, multiplies_bfloat16: bool):
         monkeypatch.setattr(speedups, "has_avx512", lambda: has_avx512)
         monkeypatch.setattr(speedups, "multiplies_bfloat16", lambda: multiplies_bfloat16)
-        return speedups.linear_for_this_cpu()
+        original = inspect.unwrap(UnquantizedLinearMethod.apply)
+        return functools.partial(speedups.linear_for_this_cpu, original)
 
     return of
 
@@ -83,12 +87,3 @@ def test_which_is_multiplied_in_float32(as_if, monkeypatch):
             as_if(False, multiplies)(None, layer, torch.randn(rows, 8, dtype=torch.bfloat16))
     assert (2, torch.float32) in calls
     assert [dtype for _, dtype in calls].count(torch.float32) == 1
-
-
-def test_installing_twice_wraps_once(monkeypatch):
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-
-    original = UnquantizedLinearMethod.apply
-    monkeypatch.setattr(UnquantizedLinearMethod, "apply", speedups.linear_for_this_cpu())
-    again = speedups.linear_for_this_cpu()
-    assert again.__wrapped__ is original or again.__wrapped__ is getattr(original, "__wrapped__", None)

@@ -13,7 +13,7 @@ from support.releases import IS_0_5_22
 from support.triton_interpreter import DEVICE, against_twin
 
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
-from sglang_dflash.srt.layers.attention.ragged_rows import make_gdn_forward_extend, map_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import gdn_forward_extend, map_rows
 
 BLOCK, HEADS, DIM, WINDOW = 4, 2, 16, 3
 CHANNELS = 3 * HEADS * DIM
@@ -91,7 +91,7 @@ def verify(inputs, rows: slice, counts, states, kernel, device="cpu"):
         req_pool_indices=None,
     )
     qkv, a, b = (here[name][rows] for name in ("qkv", "a", "b"))
-    outputs = make_gdn_forward_extend()(backend, layer, batch, qkv, a, b)
+    outputs = gdn_forward_extend(None, backend, layer, batch, qkv, a, b)
     assert torch.equal(cache.temporal, before), "verify commits nothing"
     found = outputs[0], cache.intermediate_ssm, cache.intermediate_conv_window[0]
     return [value.cpu() for value in found]

@@ -19,16 +19,16 @@ from serving import ROOT
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from support.records import record_of
-from support.releases import REACHES_HERE
+from support.releases import NEEDED_HERE
 from support.servers import run_to_end
 
-from sglang_dflash.srt import environ, reaches
+from sglang_dflash.srt import environ, patching, reaches
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patch, patches, refusals
-from sglang_dflash.srt.plugins.patch import Patch
+from sglang_dflash.srt.patching import CPU_ATTENTION, LOAD, WORKER, Patch
+from sglang_dflash.srt.plugins import algorithm, compatibility, entry_points, patches, refusals
 
-PATCHES = tuple(entry for table in patches.TABLES.values() for entry in table)
+PATCHES = tuple(patches.all_patches())
 
 
 def name_of(entry: Patch) -> str:
@@ -37,12 +37,13 @@ def name_of(entry: Patch) -> str:
 
 @pytest.mark.parametrize("entry", PATCHES, ids=name_of)
 def test_an_entry(entry):
-    patch.check(entry)
-    _, target = patch.resolve(entry.target)
+    patching.check(entry)
+    _, target = patching.resolve(entry.target)
     assert len(entry.why.split()) >= 4
     link = entry.upstream.startswith("https://github.com/sgl-project/sglang/")
     assert link or (ROOT / entry.upstream).is_file()
-    value = entry.build()
+    value = entry.ours if entry.is_class else entry.build()
+    value = getattr(value, "__func__", value)  # of a static method
     if entry.signature is None:  # a method of PyTorch, whose signature Python cannot inspect
         assert callable(target) and callable(value)
         return
@@ -56,9 +57,9 @@ def test_kinds_and_times():
 
     A name that modules import is patched at load only for a CPU: on a GPU nothing looks for importers.
     """
-    others = [entry for entry in patches.AT_LOAD if not entry.cpu_only]
+    others = [entry for entry in patches.patches_at(LOAD) if not entry.is_for_cpu]
     assert [entry.name for entry in others] == ["add_cli_args"]
-    assert not [entry for entry in others if inspect.ismodule(patch.resolve(entry.target)[0])]
+    assert not [entry for entry in others if inspect.ismodule(patching.resolve(entry.target)[0])]
 
 
 def test_our_algorithm_is_found_by_the_served_name_and_answers_as_the_built_in():
@@ -87,12 +88,34 @@ def test_sglang_asks_for_the_upper_case_of_the_name_before_it_refuses_replay():
 
 
 def test_no_target_is_listed_twice():
-    targets = [entry.target for entry in PATCHES]
-    assert len(targets) == len(set(targets))
+    for modules in (patches.MODULES, patches.CPU_MODULES):
+        for time, names in modules.items():
+            targets = [entry.target for entry in patches._patches_of(names, time)]
+            assert targets and len(targets) == len(set(targets)) or time == CPU_ATTENTION
+
+
+def test_each_module_is_listed_at_the_times_of_its_patches():
+    """Else a patch is declared, and never made."""
+    for module, entries in patching._declared.items():
+        short = module.removeprefix("sglang_dflash.srt.")
+        listed = patches.CPU_MODULES if "hardware_backend" in module else patches.MODULES
+        assert all(short in listed[time] for entry in entries for time in entry.at), module
+
+
+def test_the_page_says_what_of_dflash_makes_each_patch_necessary():
+    """`docs/dev/contracts.md`: a row each. SGLang's own faults have no patch but for two exceptions."""
+    section = (ROOT / "docs/dev/contracts.md").read_text().partition("## Patches")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    reasons = {name.strip("`"): reason for name, reason in rows}
+    others = [entry for entry in PATCHES if not entry.is_for_cpu]
+    assert reasons.keys() == {entry.target.removeprefix("sglang.srt.") for entry in others}
+    assert len(others) <= 20
+    assert all(reason.startswith(("because of DFLASH: ", "exception: ")) for reason in reasons.values())
+    assert sum(reason.startswith("exception: ") for reason in reasons.values()) <= 2
 
 
 # A target of a required patch.
-EXAMPLE = next(entry for entry in patches.AT_WORKER if entry.name == "is_disable_overlap_for_batch")
+EXAMPLE = next(entry for entry in patches.patches_at(WORKER) if entry.name == "is_disable_overlap_for_batch")
 
 
 @pytest.mark.parametrize(
@@ -105,86 +128,78 @@ EXAMPLE = next(entry for entry in patches.AT_WORKER if entry.name == "is_disable
     ],
 )
 def test_a_missing_target_is_named(target):
-    with pytest.raises(patch.Mismatch, match="no .* to change") as caught:
-        patch.check(dataclasses.replace(EXAMPLE, target=target))
+    with pytest.raises(patching.Mismatch, match="no .* to change") as caught:
+        patching.check(dataclasses.replace(EXAMPLE, target=target))
     assert target in str(caught.value) and EXAMPLE.why in str(caught.value)
 
 
 @pytest.mark.parametrize("signature", ["(self)", "(self, server_args, more)", "(self, args)", "()"])
 def test_another_signature_is_named(signature):
-    with pytest.raises(patch.Mismatch) as caught:
-        patch.check(dataclasses.replace(EXAMPLE, signature=signature))
+    with pytest.raises(patching.Mismatch) as caught:
+        patching.check(dataclasses.replace(EXAMPLE, signature=signature))
     assert signature in str(caught.value) and EXAMPLE.signature in str(caught.value)
 
 
 def test_a_module_that_cannot_be_imported_names_the_missing_import(tmp_path, monkeypatch):
     (tmp_path / "broken_host.py").write_text("import module_that_is_not_installed\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(patch.Mismatch, match="module_that_is_not_installed"):
-        patch.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
+    with pytest.raises(patching.Mismatch, match="module_that_is_not_installed"):
+        patching.check(dataclasses.replace(EXAMPLE, target="broken_host.function"))
 
 
 @pytest.fixture
 def holder(monkeypatch) -> SimpleNamespace:
     """Object whose attributes `patch_of` replaces."""
     holder = SimpleNamespace(one="stock", two="stock")
-    resolve = patch.resolve
+    resolve = patching.resolve
 
     def found(path: str):
         where, _, name = path.rpartition(".")
         return (holder, getattr(holder, name)) if where == "holder" else resolve(path)
 
-    monkeypatch.setattr(patch, "resolve", found)
+    monkeypatch.setattr(patching, "resolve", found)
     return holder
 
 
-def patch_of(name: str, cpu_only: bool = False) -> Patch:
-    return dataclasses.replace(
-        EXAMPLE, target=f"holder.{name}", signature=None, cpu_only=cpu_only, build=lambda: "ours"
-    )
+def ours():
+    """Take the place of a target, for a test."""
+
+
+def patch_of(name: str) -> Patch:
+    return Patch(target=f"holder.{name}", ours=ours, at=(WORKER,), upstream="none")
 
 
 BROKEN = dataclasses.replace(EXAMPLE, signature="(nothing)")
 
 
 def test_all_targets_are_checked_before_the_first_is_replaced(holder):
-    with pytest.raises(patch.Mismatch):
-        patch.install((patch_of("one"), BROKEN))
+    with pytest.raises(patching.Mismatch):
+        patching.install((patch_of("one"), BROKEN))
     assert holder.one == "stock"
-    patch.install((patch_of("one"),))
-    assert holder.one == "ours"
+    patching.install((patch_of("one"),))
+    assert holder.one is ours
 
 
-@pytest.mark.parametrize("active", [True, False])
-def test_cpu_patches_are_made_on_the_cpu_only(active, holder, monkeypatch):
-    monkeypatch.setattr(environ, "serves_on_stand_in", lambda: active)
-    patch.install((patch_of("two", cpu_only=True), patch_of("one")))
-    assert (holder.one, holder.two) == ("ours", "ours" if active else "stock")
+@pytest.mark.parametrize("is_on_cpu", [True, False])
+def test_cpu_patches_are_made_on_the_cpu_only(is_on_cpu, monkeypatch):
+    monkeypatch.setattr(environ, "serves_on_stand_in", lambda: is_on_cpu)
+    for time in patches.CPU_MODULES:
+        assert any(entry.is_for_cpu for entry in patches.patches_at(time)) == is_on_cpu
 
 
-@pytest.mark.parametrize("version, value", [("0.5.22", "ours"), ("0.5.23", "stock"), ("0.6.0", "stock")])
+@pytest.mark.parametrize("version, value", [("0.5.22", ours), ("0.5.23", "stock"), ("0.6.0", "stock")])
 def test_a_patch_for_older_releases_is_made_there_only(version, value, holder, monkeypatch):
-    monkeypatch.setattr(patch, "installed_version", lambda: version)
-    patch.install((dataclasses.replace(patch_of("one"), until="0.5.23"),))
+    monkeypatch.setattr(patching, "installed_version", lambda: version)
+    patching.install((dataclasses.replace(patch_of("one"), until="0.5.23"),))
     assert holder.one == value
-
-
-def test_a_failed_build_changes_nothing(holder):
-    def fail():
-        raise ImportError("a module of ours")
-
-    broken = dataclasses.replace(patch_of("two"), build=fail)
-    with pytest.raises(ImportError):
-        patch.install((patch_of("one"), broken))
-    assert holder.one == "stock"
 
 
 def test_a_feature_without_its_target_is_off_and_named(holder, caplog):
     """None of the feature's patches is made; those of others are."""
     fits = dataclasses.replace(patch_of("two"), feature="some feature")
     lacks = dataclasses.replace(BROKEN, feature="some feature")
-    patch.install((fits, lacks, patch_of("one")))
-    assert (holder.one, holder.two) == ("ours", "stock")
+    patching.install((fits, lacks, patch_of("one")))
+    assert (holder.one, holder.two) == (ours, "stock")
     [line] = [record.getMessage() for record in caplog.records]
     assert "without some feature" in line and EXAMPLE.target in line and "(nothing)" in line
 
@@ -196,10 +211,10 @@ def as_another_sglang(monkeypatch):
     def pretend(version: str, *lacking: Patch) -> None:
         def check(entry: Patch) -> None:
             if entry in lacking:
-                raise patch.Mismatch(f"SGLang has no {entry.target} to change")
+                raise patching.Mismatch(f"SGLang has no {entry.target} to change")
 
-        monkeypatch.setattr(patch, "check", check)
-        monkeypatch.setattr(reaches, "REACHES", REACHES_HERE)
+        monkeypatch.setattr(patching, "check", check)
+        monkeypatch.setattr(reaches, "NEEDED", NEEDED_HERE)
         monkeypatch.setattr(compatibility, "installed_version", lambda: version)
         compatibility.why_off.cache_clear()
 
@@ -207,7 +222,7 @@ def as_another_sglang(monkeypatch):
     compatibility.why_off.cache_clear()
 
 
-OPTIONAL = next(entry for entry in patches.AT_WORKER if entry.feature)
+OPTIONAL = next(entry for entry in patches.patches_at(WORKER) if entry.feature)
 
 
 def test_a_later_sglang_is_served_with_one_warning(as_another_sglang, caplog):
@@ -273,13 +288,14 @@ import sys
 import sglang.srt.managers.scheduler
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.plugins import patch, patches
+from sglang_dflash.srt import patching
+from sglang_dflash.srt.plugins.patches import patches_at
 from sglang.srt.plugins import load_plugins
-entries = patch.relevant([entry for entry in patches.AT_LOAD if entry.cpu_only])
-targets = {entry.target: patch.resolve(entry.target)[1] for entry in entries}
+entries = patching.relevant([entry for entry in patches_at(patching.LOAD) if entry.is_for_cpu])
+targets = {entry.target: patching.resolve(entry.target)[1] for entry in entries}
 load_plugins()
 for target, old in targets.items():
-    assert patch.resolve(target)[1] is not old, target
+    assert patching.resolve(target)[1] is not old, target
     for path, module in sys.modules.items():
         for name, value in list(vars(module).items()) if path.startswith("sglang.") else ():
             assert value is not old, f"{path}.{name} is still SGLang's"
@@ -319,7 +335,7 @@ def run_step(steps: dict, name: str, algorithm: str | None) -> None:
 )
 def test_a_failed_activation_ends_dflash_alone(table, words, steps, monkeypatch, caplog):
     """None of our patches is made. One warning says why, and so do a refusal and a scheduler."""
-    monkeypatch.setattr(patches, "AT_LOAD", table)
+    monkeypatch.setattr(patches, "patches_at", lambda time: table)
     entry_points.install()
     [record] = caplog.records
     assert record.levelname == "WARNING" and "is off" in record.getMessage() and words in record.getMessage()
@@ -345,14 +361,14 @@ def test_a_failed_activation_ends_dflash_alone(table, words, steps, monkeypatch,
 def test_without_argument_steps_the_command_line_decides(words, ends, steps, monkeypatch):
     """SystemExit passes SGLang's loader, which catches every Exception."""
     monkeypatch.setitem(sys.modules, "sglang.srt.arg_groups.resolution_hooks", None)
-    monkeypatch.setattr(patches, "AT_LOAD", None)
+    monkeypatch.setattr(patches, "patches_at", lambda time: None)
     monkeypatch.setattr(sys, "argv", ["launch_server", *words])
     with pytest.raises(SystemExit, match="is off, because") if ends else contextlib.nullcontext():
         entry_points.install()
 
 
 def test_a_wrapper_of_another_plugin_stays(monkeypatch):
-    """Our function runs around it."""
+    """Our function runs around it, once although it is installed twice."""
     module = types.ModuleType("stand_in")
     calls = []
 
@@ -366,7 +382,8 @@ def test_a_wrapper_of_another_plugin_stays(monkeypatch):
 
     module.function = another_plugins
     monkeypatch.setitem(sys.modules, "stand_in", module)
-    monkeypatch.setattr(patch, "load_ours", lambda path: lambda: lambda original: original())
-    wrapped = patch.wrapping("stand_in.function", "ours", why="", upstream="")
-    wrapped.build()()
+    entry = Patch(target="stand_in.function", ours=lambda original: original(), at=(), upstream="")
+    for _ in range(2):
+        patching.install((entry,))
+    module.function()
     assert calls == ["another plugin's", "SGLang's"]

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import sglang  # noqa: F401  loads our platform plugin before any of SGLang's modules
+from sglang_diff.reaches import REACHES, Reach
 from sglang_diff.source_tree import SourceTree
-from support.releases import REACHES_HERE
+from support.releases import NEEDED_HERE, REACHES_HERE, needed_by
 
 import sglang_dflash
 from sglang_dflash.srt import reaches
 from sglang_dflash.srt.plugins import compatibility
-from sglang_dflash.srt.plugins.patches import TABLES
-from sglang_dflash.srt.reaches import ON_CPU, REACHES, ROWS, WAIT, Reach, find_misfit
+from sglang_dflash.srt.plugins.patches import all_patches
+from sglang_dflash.srt.reaches import NEEDED, ON_CPU, ROWS, WAIT, find_misfit
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 # Attributes of Python's and PyTorch's objects, of the libraries beside SGLang, and of NamedTuples.
@@ -25,9 +26,8 @@ FOREIGN |= {"max_sequence_length"}
 ADDED = {
     "draft_quantization",
     "draft_runner",
-    "has_our_flags",
 }
-ADDED |= {"takes_ragged_rows", "rows_of_slots", "slots_of_rows"}
+ADDED |= {"wrapper", "rows_of_slots", "slots_of_rows"}
 
 Use = tuple[str, str, str]  # our file, kind, name
 
@@ -115,7 +115,7 @@ def uses() -> frozenset[Use]:
     trees = {relative(path): ast.parse(path.read_text()) for path in paths}
     listed = {name for reach in REACHES for name in reach.names}
     known = FOREIGN | ADDED | (defined_names(trees) - listed)
-    known |= {patch.name for patches in TABLES.values() for patch in patches}
+    known |= {patch.name for patch in all_patches()}
     found: set[Use] = set()
     for where, tree in trees.items():
         found |= {(where, kind, name) for kind, name in attributes(tree) if name not in known}
@@ -127,7 +127,7 @@ def uses() -> frozenset[Use]:
 
 @pytest.fixture(autouse=True)
 def ledger_of_this_release(monkeypatch):
-    monkeypatch.setattr(reaches, "REACHES", REACHES_HERE)
+    monkeypatch.setattr(reaches, "NEEDED", NEEDED_HERE)
     find_misfit.cache_clear()
 
 
@@ -136,11 +136,18 @@ def listed(ledger: Iterable[Reach]) -> set[Use]:
 
 
 def test_the_ledger_lists_what_our_source_reaches_for():
-    assert not uses() - listed(REACHES), "add these to srt/reaches.py"
+    assert not uses() - listed(REACHES), "add these to tools/sglang_diff/reaches.py"
 
 
 def test_our_source_uses_all_that_is_listed():
-    assert not listed(REACHES_HERE) - uses(), "remove these from srt/reaches.py"
+    assert not listed(REACHES_HERE) - uses(), "remove these from tools/sglang_diff/reaches.py"
+
+
+def test_a_server_looks_up_what_the_ledger_writes_and_overrides():
+    def sets(needed):
+        return {feature: {owner: {*names} for owner, names in of.items()} for feature, of in needed.items()}
+
+    assert sets(NEEDED) == sets(needed_by(REACHES))
 
 
 def test_this_sglang_has_what_we_write_and_override():
@@ -151,13 +158,13 @@ GONE = REACHES[0]._replace(kind="write", names=("no_such_flag",), why="a test")
 NOWHERE = GONE._replace(owner=f"{GONE.owner}NoSuchClass")
 
 
-@pytest.fixture(params=[(GONE, "has no no_such_flag to write. Reason: a test"), (NOWHERE, "NoSuchClass")])
+@pytest.fixture(params=[(GONE, "has no no_such_flag, which we write"), (NOWHERE, "NoSuchClass")])
 def gone(request, monkeypatch):
     """Return a function that adds a missing name to the ledger for a feature, and words of its reason."""
     reach, words = request.param
 
     def add(feature: str | None) -> str:
-        monkeypatch.setattr(reaches, "REACHES", (*REACHES_HERE, reach._replace(feature=feature)))
+        monkeypatch.setattr(reaches, "NEEDED", needed_by((*REACHES_HERE, reach._replace(feature=feature))))
         return words
 
     find_misfit.cache_clear()

@@ -70,7 +70,8 @@ plugins.load_plugins()
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.server_args import prepare_server_args
 
-from sglang_dflash.srt.plugins import algorithm, patch
+from sglang_dflash.srt import patching
+from sglang_dflash.srt.plugins import algorithm
 
 args = prepare_server_args(ARGUMENTS)
 args.resolve_once()
@@ -78,7 +79,7 @@ worker = algorithm.prepare_scheduler()
 
 
 def chain(target):
-    _, function = patch.resolve(target)
+    _, function = patching.resolve(target)
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -89,7 +90,7 @@ answer = {
     "worker": worker.__module__,
     "calls": sorted(calls),
     "warned": warned,
-    "replaced by": patch.resolve(REPLACED)[1].__module__,
+    "replaced by": patching.resolve(REPLACED)[1].__module__,
     "wrappers": {target: len(list(chain(target))) - 1 for target in WRAPPED},
 }
 print("ANSWER", json.dumps(answer))

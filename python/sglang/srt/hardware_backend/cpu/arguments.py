@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE
+from sglang_dflash.srt.patching import FRONT_END, LOAD, patches
 
 # SGLang sizes the KV pool by free memory, which on a laptop is nearly all of it, and zeroes every byte at
 # start-up.
@@ -128,16 +129,30 @@ def groups_of_cpus(cpus: list[int], count: int) -> list[str]:
     return [",".join(map(str, cpus[start:stop])) for start, stop in pairwise(bounds)]
 
 
+@patches(
+    "sglang.srt.distributed.device_communicators.pynccl_wrapper.find_nccl_library",
+    at=LOAD,
+    signature="()",
+    feature="several ranks on a CPU",
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
 def find_nccl_library() -> str:
     """Report that there is no NCCL: its communicators need a CUDA device, unlike gloo."""
     raise OSError("no CUDA driver on this machine: ranks talk through gloo")
 
 
-def refuse_memory_release(dispatch: Callable[..., None], manager: Any, obj: Any) -> None:
+@patches(
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler",
+    at=FRONT_END,
+    signature="(self, obj)",
+    feature="refusals of control requests on a CPU",
+    upstream="docs/dev/upstream/control-requests.md",
+)
+def refuse_memory_release(original: Callable[..., None], manager: Any, obj: Any) -> None:
     """Refuse a request for SGLang's memory saver, which would end a CPU's scheduler."""
     from fastapi import HTTPException
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 
     if isinstance(obj, ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput):
         raise HTTPException(400, "SGLang's memory saver needs a GPU. This server runs on a CPU.")
-    dispatch(manager, obj)
+    original(manager, obj)

@@ -8,6 +8,9 @@ operators under `torch.ops.sgl_kernel` for the CPU stand-in.
 import torch
 
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
+from sglang_dflash.srt.patching import LOAD, WORKER, patches
+
+RECURRENT = "targets with recurrent states on a CPU"
 
 # -- fused layers
 
@@ -38,6 +41,13 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, num_heads_qk, num_he
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
 
 
+@patches(
+    "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
+    at=LOAD,
+    signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
+    feature=RECURRENT,
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
 def layernorm_fn(
     x,
     weight,
@@ -71,6 +81,13 @@ def layernorm_fn(
     return y.to(x.dtype)
 
 
+@patches(
+    "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
+    at=LOAD,
+    signature="(hidden_states, gate_weight, shared_output, output, do_add)",
+    feature="targets with shared experts on a CPU",
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
 def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
     """Write a shared expert's output times its gate to `output`, or add it if `do_add`.
 
@@ -90,16 +107,37 @@ def _gemma_rmsnorm(x, weight, eps):
 # -- recurrent states
 
 
+@patches(
+    "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+    at=LOAD,
+    signature="()",
+    feature=RECURRENT,
+    upstream="https://github.com/sgl-project/sglang/pull/37705",
+)
 def supports_snapshots():
     """Tell SGLang that snapshots of states for the prefix cache are kept here."""
     return True
 
 
+@patches(
+    "torch.Tensor.pin_memory",
+    at=LOAD,
+    feature=RECURRENT,
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
 def pin_nothing(tensor, device=None):
     """Return a tensor as it is, in place of `torch.Tensor.pin_memory`."""
     return tensor
 
 
+@patches(
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers",
+    at=LOAD,
+    signature="(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
+    "batch_size, check_freed_slots)",
+    feature=RECURRENT,
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
 def track_mamba_states_all_layers(
     conv_states_pool,
     ssm_states_pool,
@@ -116,6 +154,14 @@ def track_mamba_states_all_layers(
         pool[:, target[tracked]] = pool[:, source[tracked]]
 
 
+@patches(
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify",
+    at=LOAD,
+    signature="(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
+    "mamba_steps_to_track, src_indices_raw)",
+    feature=RECURRENT,
+    upstream="https://github.com/sgl-project/sglang/pull/37851",
+)
 def scatter_mamba_states_after_mtp_verify(
     mamba_caches,
     state_indices_tensor,
@@ -143,6 +189,14 @@ def scatter_mamba_states_after_mtp_verify(
             copy_step(pool, steps=steps, rows=rows, slots=slots, step=step)
 
 
+@patches(
+    "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
+    at=LOAD,
+    signature="(batch, track_positions)",
+    feature=RECURRENT,
+    until="0.5.23",
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
 def set_mamba_track_indices_from_reqs(batch, track_positions=None):
     """Choose the slots that receive the snapshots of a batch's states, in unpinned memory.
 
@@ -170,14 +224,18 @@ def copy_step(pool, steps, rows, slots, step):
 # -- grammars
 
 
-def vocab_mask_for_cpu() -> staticmethod:
-    """Build `XGrammarGrammarBackend.apply_vocab_mask`, which applies masks of thoughts."""
+@patches(
+    "sglang.srt.constrained.xgrammar_backend.XGrammarGrammarBackend.apply_vocab_mask",
+    at=WORKER,
+    signature="(logits, vocab_mask)",
+    feature="strict thinking on a CPU",
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
+def apply_vocab_mask(logits, vocab_mask):
+    """Apply masks of thoughts, which SGLang does on GPUs only."""
     from xgrammar import apply_token_bitmask_inplace
 
-    def apply_vocab_mask(logits, vocab_mask):
-        apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
-
-    return staticmethod(apply_vocab_mask)
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
 
 # -- torch.ops.sgl_kernel

@@ -5,9 +5,12 @@ choice where it is slow.
 """
 
 import functools
-import inspect
 
 import torch
+
+from sglang_dflash.srt.patching import CPU_ATTENTION, patches
+
+SPEED = "faster operators on a CPU"
 
 # From this many rows on, oneDNN is faster than MKL (benchmark/results/float32-linear.md).
 _ONEDNN_ROWS = 16
@@ -15,103 +18,99 @@ _ONEDNN_ROWS = 16
 _CONVERTED_ROWS = 2
 
 
-def linear_for_this_cpu():
-    """Build an `UnquantizedLinearMethod.apply` that replaces PyTorch's choice in two cases.
+@patches(
+    "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply",
+    at=CPU_ATTENTION,
+    signature="(self, layer, x, bias)",
+    feature=SPEED,
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
+def linear_for_this_cpu(original, self, layer, x, bias=None):
+    """Multiply as fast as this CPU can, where PyTorch chooses otherwise.
 
     Many float32 rows with AVX-512 use oneDNN. PyTorch takes MKL, which does not use AVX-512 on AMD's
     processors. bfloat16 on a CPU that cannot multiply it is computed in float32 and rounded once, as on a CPU
     that can. PyTorch loops over the rows there, so that a block of 8 would cost 8 decode steps.
     """
-    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
-
-    original = inspect.unwrap(UnquantizedLinearMethod.apply)
-    onednn_pays, has_bfloat16 = has_avx512(), multiplies_bfloat16()
-
-    @functools.wraps(original)
-    def apply(self, layer, x, bias=None):
-        weight = layer.weight
-        if x.dim() == 2 and x.dtype == weight.dtype:
-            rows = x.shape[0]
-            if x.dtype == torch.float32 and onednn_pays and rows >= _ONEDNN_ROWS:
-                return torch.ops.mkldnn._linear_pointwise(
-                    x, W=weight, B=bias, attr="none", scalars=[], algorithm=""
-                )
-            if x.dtype == torch.bfloat16 and not has_bfloat16 and rows >= _CONVERTED_ROWS:
-                bias = None if bias is None else bias.float()
-                return torch.nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
-        return original(self, layer, x, bias)
-
-    return apply
+    weight = layer.weight
+    if x.dim() == 2 and x.dtype == weight.dtype:
+        rows = x.shape[0]
+        if x.dtype == torch.float32 and rows >= _ONEDNN_ROWS and has_avx512():
+            return torch.ops.mkldnn._linear_pointwise(
+                x, W=weight, B=bias, attr="none", scalars=[], algorithm=""
+            )
+        if x.dtype == torch.bfloat16 and rows >= _CONVERTED_ROWS and not multiplies_bfloat16():
+            bias = None if bias is None else bias.float()
+            return torch.nn.functional.linear(x.float(), weight.float(), bias).to(x.dtype)
+    return original(self, layer, x, bias)
 
 
+@functools.cache
 def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+@functools.cache
 def multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def fused_rms_norm():
-    """Build an `RMSNorm.forward_native` that calls PyTorch's operator in float32."""
-    from sglang.srt.layers.layernorm import RMSNorm
-
-    original = inspect.unwrap(RMSNorm.forward_native)
-
-    @functools.wraps(original)
-    def forward_native(self, x, residual=None, post_residual_addition=None, quant_linear=None):
-        dtype = x.dtype
-        is_plain = self.override_orig_dtype is None and self.variance_size_override is None
-        is_plain = is_plain and dtype == self.weight.dtype and x.shape[-1] == self.hidden_size
-        if dtype == torch.bfloat16:
-            is_plain = is_plain and not self.cast_x_before_out_mul and not self.fp32_residual
-        if not is_plain or dtype not in (torch.float32, torch.bfloat16):
-            return original(
-                self,
-                x=x,
-                residual=residual,
-                post_residual_addition=post_residual_addition,
-                quant_linear=quant_linear,
-            )
-        x = x.contiguous().float()
-        if residual is not None:
-            x = x + residual
-            if post_residual_addition is not None:
-                x = x + post_residual_addition
-        weight = self.weight.float()
-        normed = torch.nn.functional.rms_norm(x, weight.shape, weight, self.variance_epsilon).to(dtype)
-        return normed if residual is None else (normed, x.to(dtype))
-
-    return forward_native
-
-
-def fused_rotation():
-    """Build a `RotaryEmbedding.forward_native` that rotates queries and keys together."""
-    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-
-    original = inspect.unwrap(RotaryEmbedding.forward_native)
-
-    @functools.wraps(original)
-    def forward_native(self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
-        is_plain = (
-            self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
+@patches(
+    "sglang.srt.layers.layernorm.RMSNorm.forward_native",
+    at=CPU_ATTENTION,
+    signature="(self, x, residual, post_residual_addition, quant_linear)",
+    feature=SPEED,
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
+def fused_rms_norm(original, self, x, residual=None, post_residual_addition=None, quant_linear=None):
+    """Normalise with PyTorch's operator in float32, where SGLang takes six."""
+    dtype = x.dtype
+    is_plain = self.override_orig_dtype is None and self.variance_size_override is None
+    is_plain = is_plain and dtype == self.weight.dtype and x.shape[-1] == self.hidden_size
+    if dtype == torch.bfloat16:
+        is_plain = is_plain and not self.cast_x_before_out_mul and not self.fp32_residual
+    if not is_plain or dtype not in (torch.float32, torch.bfloat16):
+        return original(
+            self,
+            x=x,
+            residual=residual,
+            post_residual_addition=post_residual_addition,
+            quant_linear=quant_linear,
         )
-        if not is_plain or offsets is not None or fused_set_kv_buffer_arg is not None:
-            return original(
-                self,
-                positions=positions,
-                query=query,
-                key=key,
-                offsets=offsets,
-                fused_set_kv_buffer_arg=fused_set_kv_buffer_arg,
-            )
-        positions = positions.flatten()
-        n = positions.numel()
-        cos, sin = self.cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None].chunk(2, dim=-1)
-        queries, keys = query.view(n, -1, self.head_size), key.view(n, -1, self.head_size)
-        first, second = torch.cat((queries, keys), dim=1).chunk(2, dim=-1)
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        num_queries = queries.shape[1]
-        return rotated[:, :num_queries].reshape(query.shape), rotated[:, num_queries:].reshape(key.shape)
+    x = x.contiguous().float()
+    if residual is not None:
+        x = x + residual
+        if post_residual_addition is not None:
+            x = x + post_residual_addition
+    weight = self.weight.float()
+    normed = torch.nn.functional.rms_norm(x, weight.shape, weight, self.variance_epsilon).to(dtype)
+    return normed if residual is None else (normed, x.to(dtype))
 
-    return forward_native
+
+@patches(
+    "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native",
+    at=CPU_ATTENTION,
+    signature="(self, positions, query, key, offsets, fused_set_kv_buffer_arg)",
+    feature=SPEED,
+    upstream="docs/dev/upstream/cpu-operators.md",
+)
+def fused_rotation(original, self, positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):
+    """Rotate queries and keys together, in half of SGLang's operators."""
+    is_plain = self.is_neox_style and self.rotary_dim == self.head_size and not hasattr(self, "sin_cos_cache")
+    if not is_plain or offsets is not None or fused_set_kv_buffer_arg is not None:
+        return original(
+            self,
+            positions=positions,
+            query=query,
+            key=key,
+            offsets=offsets,
+            fused_set_kv_buffer_arg=fused_set_kv_buffer_arg,
+        )
+    positions = positions.flatten()
+    n = positions.numel()
+    cos, sin = self.cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None].chunk(2, dim=-1)
+    queries, keys = query.view(n, -1, self.head_size), key.view(n, -1, self.head_size)
+    first, second = torch.cat((queries, keys), dim=1).chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    num_queries = queries.shape[1]
+    return rotated[:, :num_queries].reshape(query.shape), rotated[:, num_queries:].reshape(key.shape)

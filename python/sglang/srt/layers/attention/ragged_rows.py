@@ -5,12 +5,12 @@ requests. Triton's kernel reads each request's first row from `qo_indptr`, so it
 preparation of a verify forward assumes blocks of one width.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from sglang_dflash.srt.patching import WORKER, patches
 
 
 class AnyRowsBackend:
@@ -42,81 +42,81 @@ def map_rows(starts: torch.Tensor, num_rows: int, width: int) -> tuple[torch.Ten
     return rows.clamp(max=num_rows - 1), request * width + row - first[request]
 
 
-def make_gdn_forward_extend() -> Callable[..., Any]:
-    """Build `GDNAttnBackend.forward_extend`, which also verifies different numbers of rows.
+@patches(
+    "sglang.srt.layers.attention.linear.gdn_backend.GDNAttnBackend.forward_extend",
+    at=WORKER,
+    signature="(self, layer, forward_batch, mixed_qkv, a, b, kwargs)",
+    feature="adaptive width for targets with recurrent states",
+    upstream="https://github.com/sgl-project/sglang/issues/38897",
+)
+def gdn_forward_extend(
+    original: Callable[..., torch.Tensor],
+    self: Any,
+    layer: Any,
+    forward_batch: Any,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Verify another number of rows of each request with GatedDeltaNet.
 
     SGLang's verifies blocks of one width. The recurrence's Triton kernel takes requests of any length. The
     convolution's takes blocks, so rows are copied into blocks and back. That is little beside the states: a
     row of a 27B target writes 151 MB of them.
     """
     from sglang.srt.layers.attention.linear import gdn_backend
-    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
     from sglang.srt.layers.attention.linear.utils import select_verify_intermediate_state_indices
 
-    original = inspect.unwrap(GDNAttnBackend.forward_extend)
-
-    @functools.wraps(original)
-    def forward_extend(
-        self: Any,
-        layer: Any,
-        forward_batch: Any,
-        mixed_qkv: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        layout = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
-        if layout is None or not forward_batch.forward_mode.is_target_verify():
-            return original(
-                self, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
-            )
-        pool, num_rows = self.req_to_token_pool, mixed_qkv.shape[0]
-        cache = pool.mamba2_layer_cache(layer.layer_id)
-        starts = self.forward_metadata.query_start_loc
-        num_requests, block_size = starts.shape[0] - 1, cache.intermediate_ssm.shape[1]
-        if layer.layer_id == min(pool.mamba_map):  # a graph records the map once, for all layers
-            self.rows_of_slots, self.slots_of_rows = map_rows(starts, num_rows, block_size)
-        states = self.forward_metadata.mamba_cache_indices[:num_requests]
-        scratch = select_verify_intermediate_state_indices(
-            self.verify_intermediate_state_indices, forward_batch.req_pool_indices, states >= 0, pool.size
-        )[:num_requests]
-        convolved = gdn_backend.causal_conv1d_update(
-            mixed_qkv[self.rows_of_slots].transpose(1, 2),
-            cache.conv[0],
-            layer.conv_weights,
-            layer.bias,
-            layer.activation,
-            conv_state_indices=states,
-            intermediate_conv_window=cache.intermediate_conv_window[0],
-            intermediate_state_indices=scratch,
+    layout = getattr(forward_batch.spec_info, "ragged_verify_layout", None)
+    if layout is None or not forward_batch.forward_mode.is_target_verify():
+        return original(
+            self, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
         )
-        rows = convolved.transpose(1, 2).flatten(0, 1)[self.slots_of_rows]
-        query, key, value = rows.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
-        return self.kernel_dispatcher.tree_verify_kernel.target_verify(  # Triton's, also beside FlashInfer's
-            A_log=layer.A_log,
-            dt_bias=layer.dt_bias,
-            q=query.view(1, num_rows, layer.num_q_heads, layer.head_q_dim),
-            k=key.view(1, num_rows, layer.num_k_heads, layer.head_k_dim),
-            v=value.view(1, num_rows, layer.num_v_heads, layer.head_v_dim),
-            a=a,
-            b=b,
-            ssm_states=cache.temporal,
-            cache_indices=states,
-            query_start_loc=starts,
-            intermediate_states_buffer=cache.intermediate_ssm,
-            intermediate_state_indices=scratch,
-            cache_steps=block_size,
-            retrieve_parent_token=None,
-        )
-
-    forward_extend.takes_ragged_rows = True  # type: ignore[attr-defined]
-    return forward_extend
+    pool, num_rows = self.req_to_token_pool, mixed_qkv.shape[0]
+    cache = pool.mamba2_layer_cache(layer.layer_id)
+    starts = self.forward_metadata.query_start_loc
+    num_requests, block_size = starts.shape[0] - 1, cache.intermediate_ssm.shape[1]
+    if layer.layer_id == min(pool.mamba_map):  # a graph records the map once, for all layers
+        self.rows_of_slots, self.slots_of_rows = map_rows(starts, num_rows, block_size)
+    states = self.forward_metadata.mamba_cache_indices[:num_requests]
+    scratch = select_verify_intermediate_state_indices(
+        self.verify_intermediate_state_indices, forward_batch.req_pool_indices, states >= 0, pool.size
+    )[:num_requests]
+    convolved = gdn_backend.causal_conv1d_update(
+        mixed_qkv[self.rows_of_slots].transpose(1, 2),
+        cache.conv[0],
+        layer.conv_weights,
+        layer.bias,
+        layer.activation,
+        conv_state_indices=states,
+        intermediate_conv_window=cache.intermediate_conv_window[0],
+        intermediate_state_indices=scratch,
+    )
+    rows = convolved.transpose(1, 2).flatten(0, 1)[self.slots_of_rows]
+    query, key, value = rows.split([layer.q_dim, layer.k_dim, layer.v_dim], dim=-1)
+    return self.kernel_dispatcher.tree_verify_kernel.target_verify(  # Triton's, also beside FlashInfer's
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        q=query.view(1, num_rows, layer.num_q_heads, layer.head_q_dim),
+        k=key.view(1, num_rows, layer.num_k_heads, layer.head_k_dim),
+        v=value.view(1, num_rows, layer.num_v_heads, layer.head_v_dim),
+        a=a,
+        b=b,
+        ssm_states=cache.temporal,
+        cache_indices=states,
+        query_start_loc=starts,
+        intermediate_states_buffer=cache.intermediate_ssm,
+        intermediate_state_indices=scratch,
+        cache_steps=block_size,
+        retrieve_parent_token=None,
+    )
 
 
 def verifies_ragged_rows(attention: Any) -> bool:
     """Return whether a hybrid attention backend's recurrent half takes ragged rows."""
     linear: Any = getattr(attention, "linear_attn_backend", None)
-    if not getattr(getattr(type(linear), "forward_extend", None), "takes_ragged_rows", False):
+    if getattr(getattr(type(linear), "forward_extend", None), "wrapper", None) is not gdn_forward_extend:
         return False
     # None: the states are in ReplaySSM's ring instead.
     return linear.req_to_token_pool.mamba_pool.mamba_cache.intermediate_ssm is not None

@@ -27,6 +27,8 @@ from sglang.srt.sampling.custom_logit_processor import (
     ThinkingBudgetLogitProcessor,
 )
 
+from sglang_dflash.srt.patching import WORKER, patches
+
 logger = logging.getLogger(__name__)
 
 _REQUEST = "__req__"  # the parameter in which SGLang passes the request
@@ -193,14 +195,18 @@ def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
         logits[row, 1:] = processor.shape_slots(logits[row, 1:], params)
 
 
-def disable_overlap_for(
-    is_disable_overlap_for_batch: Callable[..., bool], scheduler: Any, batch: Any, last_batch: Any
-) -> bool:
-    """Disable overlap for processors too, in `Scheduler.is_disable_overlap_for_batch`.
+@patches(
+    "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+    at=WORKER,
+    signature="(self, batch, last_batch)",
+    upstream="docs/dev/upstream/plugin-doors.md",
+)
+def disable_overlap_for(original: Callable[..., bool], scheduler: Any, batch: Any, last_batch: Any) -> bool:
+    """Disable overlap for logit processors too, which read their request's tokens.
 
     They need complete outputs. With overlap the host learns of a cycle's tokens after the next one began.
     """
-    if is_disable_overlap_for_batch(scheduler, batch, last_batch):
+    if original(scheduler, batch, last_batch):
         return True
     has_processor = getattr(getattr(batch, "sampling_info", None), "has_custom_logit_processor", False)
     return bool(has_processor and scheduler.result_queue)

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_dflash.srt.patching import WORKER, patches
+
 logger = logging.getLogger(__name__)
 
 _DFLASH_CAPTURE = "set_dflash_layers_to_capture"
@@ -107,6 +109,14 @@ def warn_not_compared(name: str) -> None:
     )
 
 
+@patches(
+    "sglang.srt.model_executor.model_runner.configure_aux_hidden_state_capture",
+    at=WORKER,
+    signature="(model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
+    "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark)",
+    feature="targets that capture hidden states through EAGLE-3's interface only",
+    upstream="docs/dev/upstream/plugin-doors.md",
+)
 def configure_capture(
     *,
     model: Any,
@@ -116,7 +126,7 @@ def configure_capture(
     dflash_target_layer_ids: Any,
     is_dspark: bool,
 ) -> None:
-    """Replace SGLang's `configure_aux_hidden_state_capture`.
+    """Tell a target which layers to capture, if need be by EAGLE-3's interface.
 
     SGLang calls one method on every target. It runs on the draft's model too, from which nothing is captured.
     """

@@ -1,28 +1,40 @@
-"""A patch of SGLang: its type, the check of its target, and its application.
+"""Patches of SGLang: the decorator that declares one, its check, and its application.
 
-Each target is looked up and its signature compared before any is touched. If a patch that DFLASH needs
-cannot be made, none of its table is made. If another patch cannot be made, its feature is off.
+`@patches(...)` stands over the function or class that takes a target's place. `plugins/patches.py` lists the
+modules that hold patches, by the time when they are made. Each target is looked up and its signature compared
+before any is touched. If a patch that DFLASH needs cannot be made, none of its time is made. If another patch
+cannot be made, its feature is off.
 
-SGLang's own HookRegistry is not used. For every hook it walks all attributes of all loaded modules, in each
-process of a server. That takes ten times as long as the rest of our installation.
+SGLang's own HookRegistry is not used. It logs a hook that fails, and the server runs without it. For every
+hook it walks all attributes of all loaded modules, ten times as long as the rest of our installation takes.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import inspect
 import logging
 import multiprocessing
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
-
-from sglang_dflash.srt import environ
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 HELP = "docs/dev/updating-sglang.md says what to do."
+
+# Times when patches are made.
+LOAD = "when SGLang loads its plugins, in every process"
+FRONT_END = "when the arguments turn out to request DFLASH, in the process that receives requests"
+DETOKENIZER = "when a detokenizer of a server with DFLASH begins"
+WORKER = "before the worker is built, in schedulers that run DFLASH"
+FALLBACK = "when SGLang loads its plugins, in processes of servers of SGLang's own DFLASH"
+CPU_ATTENTION = "when our CPU attention is built"
 
 
 class Mismatch(Exception):
@@ -35,31 +47,42 @@ class Patch:
 
     Attributes:
         target: Dotted path of a callable.
-        why: Reason for the patch.
-        build: Returns the new value, when the patch is applied. Imports wait until then.
+        ours: Function or class in place of the target. A function whose first parameter is `original` wraps.
+        at: Times when the patch is made.
         upstream: Proposal that would make the patch unnecessary, a link or a text in our docs.
         until: First release of SGLang that does not need the patch. None: every supported release needs it.
         feature: Feature that is off if the target is missing or has changed. None: DFLASH cannot be served
             without the patch.
         signature: The target's parameters. For a class only those that SGLang passes. None: unknown.
-        is_class: Whether the target is a class.
-        cpu_only: Whether only the CPU runtime needs the patch.
     """
 
     target: str
-    why: str
-    build: Callable[[], Any]
+    ours: Callable[..., Any]
+    at: Sequence[str]
     upstream: str
     until: str | None = None
     feature: str | None = None
     signature: str | None = None
-    is_class: bool = False
-    cpu_only: bool = False
 
     @property
     def name(self) -> str:
         """The last part of the target."""
         return self.target.rpartition(".")[2]
+
+    @property
+    def why(self) -> str:
+        """The reason for the patch: the first line of the docstring."""
+        return (self.ours.__doc__ or "").partition("\n")[0].rstrip(".")
+
+    @property
+    def is_class(self) -> bool:
+        """True if the target is a class."""
+        return inspect.isclass(self.ours)
+
+    @property
+    def is_for_cpu(self) -> bool:
+        """True if only the CPU runtime needs the patch."""
+        return ".hardware_backend.cpu." in self.ours.__module__
 
     @property
     def parameters(self) -> list[str]:
@@ -76,39 +99,58 @@ class Patch:
             return set(self.parameters) <= set(parameters)
         return self.signature is None or self.parameters == parameters
 
+    def build(self) -> Any:
+        """Return the target's new value. Another plugin's wrapper stays inside."""
+        owner, original = resolve(self.target)
+        value: Any = self.ours
+        if next(iter(inspect.signature(value).parameters), None) == "original":
+            if getattr(original, "wrapper", None) is value:  # a second server in this process
+                return inspect.getattr_static(owner, self.name)
+            value = _wrap(original, value)
+        is_static = isinstance(inspect.getattr_static(owner, self.name), staticmethod)
+        return staticmethod(value) if is_static else value
 
-def load_ours(path: str) -> Callable[[], Any]:
-    """Return a builder of the object at this path in our package."""
-    return lambda: resolve(f"sglang_dflash.{path}")[1]
+
+def _wrap(original: Any, wrapper: Callable[..., Any]) -> Any:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped.wrapper = wrapper  # type: ignore[attr-defined]
+    return wrapped
 
 
-def call_ours(path: str) -> Callable[[], Any]:
-    """Return a builder that calls our function at this path."""
-    return lambda: load_ours(path)()()
+# The patches of each of our modules.
+_declared: defaultdict[str, list[Patch]] = defaultdict(list)
 
 
-def wrapping(target: str, ours: str, **fields: Any) -> Patch:
-    """Make a patch of a function by ours, which gets SGLang's as its first argument.
+def patches(target: str, *, at: str | Sequence[str], upstream: str, **fields: Any) -> Callable[[T], T]:
+    """Declare that the decorated function or class takes the place of one in SGLang.
+
+    The docstring's first line is the reason. A function whose first parameter is called `original` gets
+    SGLang's before the arguments of a call.
 
     Args:
         target: as of `Patch`.
-        ours: path of our function in our package.
+        at: a time, or several.
+        upstream: as of `Patch`.
         fields: others of `Patch`.
     """
 
-    def build() -> Any:
-        original, wrapper = resolve(target)[1], load_ours(ours)()  # another plugin's wrapper stays
-        if getattr(original, "wrapper", None) is wrapper:  # a second server in this process
-            return original
+    def declare(ours: T) -> T:
+        times = (at,) if isinstance(at, str) else at
+        _declared[ours.__module__].append(
+            Patch(target=target, ours=ours, at=times, upstream=upstream, **fields)
+        )
+        return ours
 
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
+    return declare
 
-        wrapped.wrapper = wrapper  # type: ignore[attr-defined]
-        return wrapped
 
-    return Patch(target=target, build=build, **fields)
+def declared_in(module: str, at: str) -> list[Patch]:
+    """Import a module of ours, and list its patches of a time."""
+    path = importlib.import_module(module).__name__
+    return [patch for patch in _declared[path] if at in patch.at]
 
 
 def release_numbers(version: str) -> tuple[int, ...]:
@@ -151,11 +193,10 @@ def resolve(path: str) -> tuple[Any, Any]:
     raise ImportError(f"no module along {path}")
 
 
-def relevant(patches: Sequence[Patch]) -> list[Patch]:
-    """List the patches that this machine and this release of SGLang need."""
+def relevant(table: Sequence[Patch]) -> list[Patch]:
+    """List the patches that this release of SGLang needs."""
     version = installed_version()
-    is_on_cpu = environ.serves_on_stand_in()
-    return [each for each in patches if (is_on_cpu or not each.cpu_only) and each.is_needed_on(version)]
+    return [each for each in table if each.is_needed_on(version)]
 
 
 def install(table: Sequence[Patch]) -> list[tuple[Any, Any]]:
@@ -209,14 +250,14 @@ def check(patch: Patch) -> None:
         raise Mismatch(f"{patch.target} takes {found}, expected {patch.signature}. Reason: {patch.why}")
 
 
-def missing_features(patches: Sequence[Patch]) -> dict[str, str]:
+def missing_features(table: Sequence[Patch]) -> dict[str, str]:
     """Return the features that lack a target, with the reasons.
 
     Raises:
         Mismatch: A required patch lacks its target.
     """
     missing: dict[str, str] = {}
-    for patch in patches:
+    for patch in table:
         try:
             check(patch)
         except Mismatch as mismatch:
