@@ -16,7 +16,7 @@ from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_formats import is_converted
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.configs.unsupported import Unsupported
-from sglang_dflash.srt.environ import DFlashOptions
+from sglang_dflash.srt.environ import DFlashOptions, Option
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ BUILTIN_LACKS = (
     "speculators and P-EAGLE drafts",
 )
 # Options of such features, each with its flag or variable.
-OPTIONS_OF_OURS = {
+OPTIONS_OF_OURS: dict[str, Option[Any]] = {
     "--speculative-copy-ahead": DFlashOptions.COPY_AHEAD,
     "--speculative-draft-sample-method": DFlashOptions.DRAFT_SAMPLE_METHOD,
     DFlashOptions.WAIT_UNDER_DRAFT.variable: DFlashOptions.WAIT_UNDER_DRAFT,
