@@ -12,7 +12,7 @@ class Captures(CycleObserver):
     """
 
     def __init__(self, job: int, path):
-        self.job, self.path = str(job), path
+        self.job, self.path = job, path
         self.rows: list[tuple[int, torch.Tensor]] = []
 
     def __call__(self, scheduler) -> None:
@@ -32,7 +32,7 @@ class Captures(CycleObserver):
             self._keep(req, cycle.positions[row, :count], states[:count])
 
     def _keep(self, req, positions, states) -> None:
-        if req.rid == self.job:
+        if int(req.rid) == self.job:
             self.rows += zip(positions.tolist(), states.clone(), strict=True)
             torch.save(self.rows, self.path)
 

@@ -10,6 +10,7 @@ import random
 import sys
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,15 +29,17 @@ _PROGRAM = f"import sys; sys.path[:0] = {_PATHS!r}; from support import schedule
 class Job:
     """One request.
 
-    step: the scheduler step it joins in. abort_after: abort it once it has so many tokens. processor: a
-    serialized custom logit processor. masks: return sampling masks. reasons: it begins inside its thoughts.
-    adapter: the LoRA adapter's name. fields: others of SGLang's TokenizedGenerateReqInput.
+    step: the scheduler step it joins in. abort_after: abort it once it has so many tokens. abort: fields of
+    the AbortReq beside the id. processor: a serialized custom logit processor. masks: return sampling masks.
+    reasons: it begins inside its thoughts. adapter: the LoRA adapter's name. fields: others of SGLang's
+    TokenizedGenerateReqInput.
     """
 
     input_ids: tuple[int, ...]
     max_new_tokens: int = 32
     step: int = 0
     abort_after: int | None = None
+    abort: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     ignore_eos: bool = True
     logprobs: bool = False
@@ -54,7 +57,8 @@ class Answer:
 
     logprobs: of the output ids; gaps: the lead of the best token at each position over the second, in log
     probability; both if requested. accepted: drafts kept in each verified block, in order. masks: the tokens
-    that each output token was drawn from, with its log probability among them, if requested.
+    that each output token was drawn from, with its log probability among them, if requested. counts: numbers
+    of what the scheduler sent, and of the request's cycles.
     """
 
     output_ids: tuple[int, ...]
@@ -65,6 +69,7 @@ class Answer:
     cached_tokens: int
     retractions: int
     masks: tuple[tuple[frozenset[int], float], ...] = ()
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,11 @@ def serve(
     return driver.answers()
 
 
+def _rid(job: int) -> str:
+    """Return the id of a job's request. SGLang aborts each request whose id begins with a given one."""
+    return f"{job:06}"
+
+
 class _Driver:
     """Replacement for the scheduler's input, called once per step."""
 
@@ -162,6 +172,7 @@ class _Driver:
         self.requests: dict[str, Any] = {}
         self.accepted: dict[str, list[int]] = {}
         self.masks: dict[str, list[tuple[frozenset[int], float]]] = {}
+        self.counts: dict[str, Counter] = {}
         self.step = 0
         self.first = 0
         self.waiting: list[int] = []
@@ -182,7 +193,13 @@ class _Driver:
         self.step = 0
 
     def note_output(self, output, *_):
-        """Take the sampling masks of what the scheduler sends."""
+        """Take the sampling masks and numbers of what the scheduler sends."""
+        for at, rid in enumerate(output.rids):
+            counts = self.counts.setdefault(rid, Counter())
+            counts["output_ids"] += len(output.output_ids[at])
+            counts["logprobs"] += len((output.output_token_logprobs_val or {at: ()})[at])
+            for name in ("completion_tokens", "reasoning_tokens"):
+                counts[name] = getattr(output, name)[at]
         for rid, chunk in zip(output.rids, output.output_token_sampling_mask or (), strict=False):
             if chunk is not None:
                 tokens, logprobs = chunk.to_lists(support_logprobs=False)
@@ -200,7 +217,7 @@ class _Driver:
             limit = self.jobs[int(rid)].abort_after
             if limit is not None and len(request.output_ids) >= limit and not request.finished():
                 if request.to_finish is None:
-                    self.scheduler.process_input_requests([AbortReq(rid=rid)])
+                    self.scheduler.process_input_requests([AbortReq(rid=rid, **self.jobs[int(rid)].abort)])
         if not self.waiting and all(request.finished() for request in self.requests.values()):
             if not self.scheduler.is_fully_idle():
                 return []
@@ -220,7 +237,7 @@ class _Driver:
         )
         sampling.normalize(self.scheduler.tokenizer)
         request = TokenizedGenerateReqInput(
-            rid=str(i),
+            rid=_rid(i),
             input_text=None,
             input_ids=array("q", job.input_ids),
             input_embeds=None,
@@ -245,7 +262,7 @@ class _Driver:
         """Return the answers per group, in the order of the jobs."""
         found, at = [], 0
         for size in self.sizes:
-            found.append([self._answer(self.requests[str(i)]) for i in range(at, at + size)])
+            found.append([self._answer(self.requests[_rid(i)]) for i in range(at, at + size)])
             at += size
         return found
 
@@ -269,6 +286,11 @@ class _Driver:
             cached_tokens=request.cached_tokens,
             retractions=request.retraction_count,
             masks=tuple(self.masks.get(request.rid, ())),
+            counts={
+                **self.counts.get(request.rid, {}),
+                "verifies": request.spec_verify_ct,
+                "correct_drafts": request.spec_num_correct_drafts,
+            },
         )
 
 
