@@ -107,7 +107,7 @@ def answers(request, prompts) -> dict[str, Answers]:
         replace(job, sampling={"temperature": 1.0, **CASES[0].sampling}, masks=i % 4 > 0)
         for i, job in enumerate(jobs[:24])
     ]
-    groups["greedy"] = jobs[:20]
+    groups["greedy"] = [replace(job, masks=i % 4 > 0) for i, job in enumerate(jobs[:20])]
     arguments = ["--model-path", TARGET, *FLOAT32, *DRAFTING[request.param]]
     found = run(arguments, list(groups.values()), environment=patched("masks_of_draws"))
     for some in found:
@@ -197,6 +197,8 @@ def test_sampling_masks_are_the_filters_tokens(answers):
             assert logprob == pytest.approx(math.log(among), abs=1e-3)
             sizes.add(len(mask))
     assert sizes == {1, 2, 3, 4}
+    for job, answer in answers["greedy"]:
+        assert answer.masks == tuple((frozenset({token}), 0.0) for token in answer.output_ids if job.masks)
 
 
 def test_drawn_drafts_are_kept_more_often_than_the_drafts_best(prompts):

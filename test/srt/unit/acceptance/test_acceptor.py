@@ -385,6 +385,18 @@ def test_masks_of_the_sampler_are_cut_to_what_each_request_emits(is_captured):
     assert support.tolist() == [[[0, 1], [2, 3], [4, 5], [6, 7]]] if is_captured else support is None
 
 
+def test_masks_of_greedy_blocks_are_their_tokens():
+    """SGLang's sampler draws nothing if all requests of a batch are greedy."""
+    tokens = torch.arange(3 * WIDTH).view(3, WIDTH)
+    accepted = accepted_blocks(torch.tensor([1, 3, 0], dtype=torch.int32), tokens)
+    found = masks_of([0, 2], [1]).output(accepted)
+    assert found.num_accept_tokens.tolist() == [2, 1]
+    assert found.token_ids.tolist() == tokens[[0, 2], :, None].tolist()
+    assert found.lengths.tolist() == [[1] * WIDTH] * 2
+    assert found.selected_logprobs.tolist() == [[0.0] * WIDTH] * 2
+    assert found.support_logprobs.tolist() == [[[0.0]] * WIDTH]
+
+
 def test_masks_of_drawn_drafts_hold_the_tokens_of_each_slot():
     """Slot k's mask is that of the distribution after position k, of which the emitted token is a member."""
     masks, generator = masks_of([0, 2], [1]), torch.Generator().manual_seed(4)

@@ -17,15 +17,15 @@ class SamplingMasks:
     """Masks of one cycle, for the requests that return them.
 
     If SGLang's sampler draws the target's tokens, the masks are the sampler's own. If drafts are drawn, they
-    are made from the distributions of the rejection rule.
+    are made from the distributions of the rejection rule. If all requests are greedy, each token is its mask.
 
     Attributes:
         are_requested: whether a request of the batch returns masks.
         drawn: the output that the sampler reads, and where it leaves its masks.
-        probs: [bs, B, vocab] float32, the distributions of rejection, if drafts are drawn.
+        probs: [bs, B, vocab] float32, the distributions of rejection. None unless drafts are drawn.
     """
 
-    probs: torch.Tensor
+    probs: torch.Tensor | None = None
 
     def __init__(self, sampling_info: Any, block_size: int):
         self._info, self._block_size = sampling_info, block_size
