@@ -198,12 +198,23 @@ class _DFlash(_Draft):
         }
 
 
+def _check_rows(value: int, info: ValidationInfo) -> int:
+    """Refuse a proposal of more or fewer tokens than a block of this size drafts."""
+    given = info.data.get("speculators_config")
+    tokens = given.proposal_methods[0].speculative_tokens if given else None
+    drafted = value if info.data.get("sample_from_anchor", True) else value - 1
+    if tokens not in (None, drafted):
+        raise ValueError(f"is {value}, which drafts {drafted}, but speculative_tokens is {tokens}")
+    return value
+
+
 class _DSpark(_DFlash):
     """A DSpark draft without heads, whose anchor drafts unless the file denies it."""
 
     kind: ClassVar[str] = "dspark"
 
     sample_from_anchor: bool = True
+    block_size: Annotated[Positive, AfterValidator(_check_rows)]
     markov_rank: Literal[0]
     enable_confidence_head: Literal[False]
 
