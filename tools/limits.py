@@ -344,7 +344,8 @@ LEADS = {
     "of what is refused, on a target of 1,000 tokens, with deterministic inference and outlines:",
     "Fields of a draft": "In `dflash_config`, and at the top level. Values have types, and words may be in "
     "capitals. Fields that are neither listed here nor read are named in one warning, as are a trainer's "
-    "settings: what ends in `_loss_weight`, `_loss_decay…`, `_gamma` or `_ratio`.",
+    "settings: what ends in `_loss_weight` or `_loss_decay…`, and a `_gamma` or `_ratio` of a loss, mask, "
+    "noise, warmup, decay or dropout.",
 }
 
 

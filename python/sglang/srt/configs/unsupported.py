@@ -88,7 +88,8 @@ FIELDS = {
     "anchor_len": FieldRule(_MICRO, (1,)),
 }
 # Settings of a trainer, however they begin. They change no model: a warning names them.
-_OF_TRAINERS = re.compile(r".*_(loss_weight|loss_decay\w*|gamma|ratio)")
+_TRAINING = "loss|mask|noise|warmup|decay|dropout"
+_OF_TRAINERS = re.compile(rf".*_(loss_weight|loss_decay\w*|({_TRAINING})(_\w+)?_(gamma|ratio))")
 _ROTARY_SHARE = FieldRule("partial rotary embeddings", (1,))
 # Of these, what the built-in does not run under DFLASH either.
 BUILTIN_LACKS = (_PROJECTOR, _DSPARK, _DSPARK_HEAD, _SELECTOR, _ATTENTION, _MICRO, _MLA, _KDA)
