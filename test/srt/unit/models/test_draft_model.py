@@ -17,6 +17,13 @@ from sglang_dflash.srt.models.block_draft import BlockDraftModel
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 
 LOGITS_TOLERANCE = 1e-4
+# What the seven rows of the random draft draft behind nine positions, and the logits of the drafted tokens.
+GOLDEN = {
+    "DeepSeek's block of 7": (
+        (12, 15, 43, 14, 20, 20, 58),
+        (1.76275, 1.662444, 1.938586, 2.069858, 1.958879, 2.064328, 2.011706),
+    )
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -24,6 +31,18 @@ def test_block_logits_of_a_random_draft(name, tmp_path):
     case = Case.variant(name, tmp_path)
     # Beyond YaRN's original length; and of equal lengths, for which the backend drops its mask.
     assert max(map(case.compare_blocks, ([80, 1, 9, 14], [12, 12]))) <= LOGITS_TOLERANCE
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_block_logits(name, tmp_path):
+    """SGLang's layers and plain PyTorch give what was recorded once."""
+    drafted, logits = GOLDEN[name]
+    case = Case.variant(name, tmp_path)
+    tokens, [context], output = case.run_blocks([9])
+    for hidden in (output.hidden_states, case.block_hidden(tokens[0], context)):
+        best = case.logits(hidden).max(dim=-1)
+        assert tuple(best.indices.tolist()) == drafted
+        assert (best.values - torch.tensor(logits)).abs().max() <= LOGITS_TOLERANCE
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
