@@ -34,7 +34,6 @@ MIXED_S, BURST_S, ANSWERS_S, PROFILE_S = 9, 10, 6, 10
 # What a machine compiles once, by the figures' names: FlashInfer's attention for a head size, its sampler.
 COLD_S = {"triton": 25, "flashinfer-128": 60, "flashinfer-64": 60, "sampler": 120}
 LONG_CONTEXT = 24_000  # tokens
-EVERY_LOAD = Path(__file__).with_name("every_load.json")
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,6 @@ def list_of_parts(sizes: Sizes) -> list[Part]:
     """Return all parts in their order, or the same with small models for a rehearsal on a CPU."""
     speed, smoke = partial(_speed, sizes), partial(_smoke, sizes)
     replay = ("--enable-linear-replayssm-spec", "--linear-replayssm-cache-len", "32")
-    # Else adaptive width begins at the break-even.
-    every_load = servers.ADAPTIVE, "--speculative-adaptive-config", servers.from_root(EVERY_LOAD)
     drawn = ("--speculative-draft-sample-method", "probabilistic")
     least = 0.0 if sizes.is_rehearsal else 2.9  # the default is adaptive width on a CPU
     like = "load-1", "load-16", "load-48"
@@ -116,7 +113,7 @@ def list_of_parts(sizes: Sizes) -> list[Part]:
         # If there is more time.
         smoke("default-flags", "default", DRAFT, least=least, says=("prefill CUDA graph end",)),
         smoke("fa3", "fa3", DRAFT, "--speculative-num-draft-tokens", "16", least=2.7),
-        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, *every_load, says=("DFLASH: made graphs of",)),
+        smoke("own-lengths-hybrid", "fa3", HYBRID_DRAFT, servers.ADAPTIVE, says=("DFLASH: made graphs of",)),
         smoke("replay-32", "fa3", HYBRID_DRAFT, *replay, least=2.9),
         smoke("peagle", "fa3", PEAGLE_DRAFT, least=3.0),
         *(speed(QWEN3_8_27B, "fa3", setting, "load-1", "load-4") for setting in (OURS, NONE, BUILT_IN)),

@@ -79,10 +79,10 @@ managers.schedule_batch.Req
   dflash_utils.py write reasoning_tokens: none behind the stop
   request_fields.py write origin_input_ids: an empty prompt
 managers.schedule_batch.ScheduleBatch
+  cycle/measured.py write sampling_info: start-up cycles
   cycle/verify.py write forward_mode input_ids out_cache_loc seq_lens_cpu seq_lens_sum spec_info: the verify
   dflash_info.py write seq_lens_cpu seq_lens_sum: reserved slots
   parallel.py write spec_info: a step of other ranks
-  width/timers.py write sampling_info: measured batches
 managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
   weight_updates.py override _select_runners begin_weight_update end_weight_update: errors as answers
   weight_updates.py override update_weights_from_distributed update_weights_from_tensor: errors as answers

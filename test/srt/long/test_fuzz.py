@@ -1,4 +1,4 @@
-"""Random requests with adaptive lengths, narrower draft blocks and copies at once: no token differs.
+"""Random requests with adaptive lengths and copies at once: no token differs.
 
 Hugging Face's model reads each greedy answer and gives the token that the target would choose at every
 position. A token behind it by more than float32 can decide is a difference. Sampled requests share the
@@ -204,6 +204,5 @@ def test_no_answer_differs(trained, draft, block, switches, hybrid, tmp_path, re
     assert kinds["compared"] > 0.7 * count and {1, 8} <= set(report["sizes"]), report["sizes"]
     assert report["copied"] > 20 and report["probes"] > 5 and kinds["whole"], (report, kinds)
     assert len(report["cycles_per_width"]) > 3, report
-    assert len(report["cycles_per_draft_slots"]) == 1 + (draft != "peagle"), report
     assert {"FINISH_ABORT", "FINISH_LENGTH", "FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR"} <= kinds.keys()
     assert kinds["cached"] and bool(kinds["retractions"]) == ("--max-total-tokens" in server), kinds

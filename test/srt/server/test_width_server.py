@@ -39,8 +39,7 @@ def test_widths_in_log_server_info_and_metrics(server, prompts):
     report = state["speculative_width"]
     assert report["candidates"] == [1, 2, 4, 8]
     assert set(report["blocks_per_length"]) == {"0", "1", "3", "7"}
-    assert 0 < report["accept_probs"]["greedy"][0] < 1
-    assert report["expected"].keys() == {"1", "2", "4", "8"} and report["expected"]["1"]["cycle_ms"] > 0
+    assert 0 < report["accept_probs"][0] < 1
     page = server.get("/metrics")
     [count] = [
         float(line.split()[-1])

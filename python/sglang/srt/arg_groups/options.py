@@ -165,7 +165,7 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
     logger.info(
         "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
         "(--no-speculative-adaptive: always all).",
-        list(settings.verify_lens(block_size, args.device)),
+        list(settings.verify_lens(block_size)),
     )
 
 

@@ -151,7 +151,7 @@ def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"block size": block, "dtype": str(args.dtype)}
     if not is_builtin:
         adaptive = AdaptiveSettings.from_environment()
-        widths = adaptive.verify_lens(block, args.device) if adaptive else ()
+        widths = adaptive.verify_lens(block) if adaptive else ()
         found |= {
             "adaptive width": ", ".join(map(str, widths)) if adaptive else False,
             "copies": DFlashOptions.COPY_AHEAD.get(),

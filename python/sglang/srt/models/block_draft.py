@@ -1,6 +1,5 @@
 """Base of the draft models: fused target states and vocabulary."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -68,18 +67,15 @@ class BlockDraftModel(nn.Module):
         self.row_checks: list[RowCheck] = []
         self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.borrowed: tuple[Any, Any] = (None, None)
-        # Forwards of this number of requests or more end before the head. The head then multiplies the rows
-        # of verified slots alone, outside the forward and the graphs.
-        self.ends_before_head_from = math.inf
+        # Whether forwards end before the head. The head then multiplies the rows of verified slots alone,
+        # outside the forward and the graphs.
+        self.ends_before_head = False
         classes = [self.layer_class] * config.num_hidden_layers
         classes[0] = self.first_layer_class or self.layer_class
         self.layers: Any = nn.ModuleList(
             layer_class(config, draft, layer_id, add_prefix(f"layers.{layer_id}", prefix))
             for layer_id, layer_class in enumerate(classes)
         )
-
-    def ends_before_head(self, forward_batch) -> bool:
-        return forward_batch.batch_size >= self.ends_before_head_from
 
     @property
     def has_borrowed(self) -> bool:

@@ -217,7 +217,7 @@ class DFlashDraftModel(BlockDraftModel):
             hidden_states, residual = layer(positions, hidden_states, residual, forward_batch)
         hidden_states = self.norm(hidden_states, residual)[0]
         output = self.output_class(None, hidden_states=hidden_states)
-        if not self.ends_before_head(forward_batch):
+        if not self.ends_before_head:
             blocks = hidden_states.view(-1, forward_batch.spec_info.draft_token_num, hidden_states.shape[-1])
             anchors = input_ids.view(blocks.shape[:2])[:, :1]
             drafted = self.choose_greedily(output, blocks[:, self.draft.num_idle_rows :], anchors)

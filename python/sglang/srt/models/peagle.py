@@ -139,7 +139,7 @@ class PEagleDraftModel(BlockDraftModel):
             return DraftOutput(next_token_logits=None, hidden_states=hidden_states)
         drafting = rows.drafting_rows()
         hidden_states, _ = self.norm(hidden_states[drafting], residual[drafting])
-        drafted = None if self.ends_before_head(forward_batch) else self.draft_tokens(hidden_states)
+        drafted = None if self.ends_before_head else self.draft_tokens(hidden_states)
         return DraftOutput(None, hidden_states=hidden_states, draft_tokens=drafted)
 
     def renew_copies(self) -> None:

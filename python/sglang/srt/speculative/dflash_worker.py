@@ -51,12 +51,8 @@ from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, reque
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import warm_up
 from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
-from sglang_dflash.srt.speculative.width.controller import LengthPlanner, WholeBlocks
-from sglang_dflash.srt.speculative.width.measure import (
-    least_adaptive_load,
-    make_planner,
-    settings_of_adaptive_lengths,
-)
+from sglang_dflash.srt.speculative.width.controller import LengthChooser, WholeBlocks
+from sglang_dflash.srt.speculative.width.measure import make_chooser, settings_of_adaptive_lengths
 
 
 def _do_nothing(*_: Any) -> None:
@@ -93,7 +89,7 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, layout)
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
-        self._planner: LengthPlanner = WholeBlocks(self.block_size)
+        self._lengths: LengthChooser = WholeBlocks(self.block_size)
         self._in_flight = CyclesInFlight()
         self.observers: list[CycleObserver] = []
         route_weight_updates(target_runner, draft_runner)
@@ -138,21 +134,18 @@ class DFlashWorker(BaseSpecWorker):
         # draft runs without those ranks.
         captures = self.block_size > 1 and not layout.local_dp
         captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
-        settings, tp_group = settings_of_adaptive_lengths(self), get_parallel().tp_group
-        least = least_adaptive_load(self, settings, tp_group)
-        self._draft_worker.model_runner.model.ends_before_head_from = least
+        settings = settings_of_adaptive_lengths(self)
+        self._draft_worker.model_runner.model.ends_before_head = settings is not None
         with as_draft(layout), self._with_draft_rows(), without_logits_buffer(self.device):
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._planner = make_planner(
-            self, settings=settings, least=least, tp_group=tp_group, metrics=self.metrics
-        )
+        self._lengths = make_chooser(self, settings, get_parallel().tp_group, self.metrics)
         if DFlashOptions.COPY_AHEAD.get():
             target_runner = self._target_worker.model_runner
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape
             vocab_size = target_runner.model_config.vocab_size
             self.copies.allocate(rows, context_len, vocab_size, torch.device(target_runner.device))
         # Each holds a table by request row, and is told about every request that takes one, in this order.
-        self._row_tables = (self._planner, self.copies, self.drafter, self.penalties)
+        self._row_tables = (self._lengths, self.copies, self.drafter, self.penalties)
         # Observers see no cycle that is measured above: it belongs to no request.
         self.observers = observers_from_environment()
 
@@ -161,7 +154,7 @@ class DFlashWorker(BaseSpecWorker):
         result = super().prewarm_sampling()
         target_runner = self._target_worker.model_runner
         if target_runner.req_to_token_pool.req_to_token.is_cuda:
-            headroom = warm_up(self, self._planner)
+            headroom = warm_up(self, self._lengths)
             # SGLang sizes the KV pool next, and leaves this room.
             if target_runner.token_to_kv_pool.post_capture_active:
                 result = replace(result, sampling_headroom_bytes=headroom)
@@ -185,7 +178,7 @@ class DFlashWorker(BaseSpecWorker):
     def reports(self) -> dict[str, dict[str, Any]]:
         """Fields of `/server_info`; what is off has none."""
         return {
-            "speculative_width": self._planner.report(),
+            "speculative_width": self._lengths.report(),
             "speculative_copy_ahead": self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {},
         }
 
@@ -202,7 +195,7 @@ class DFlashWorker(BaseSpecWorker):
         max_accept = cycle.plan.max_accept.tolist()
         self.metrics.count_verified(accept_lens, max_accept)
         self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
-        self._planner.on_accept_lens(cycle.plan, accept_lens, cycle.proposals)
+        self._lengths.on_accept_lens(accept_lens, cycle.proposals)
 
     # -- one step
 
@@ -263,7 +256,7 @@ class DFlashWorker(BaseSpecWorker):
         is_capped = bool(caps.min() < self.block_size - 1)
         draws = self.acceptor.draws_drafts(batch.sampling_info, is_capped)
         matches = self.copies.look_up(batch)
-        plan = self._planner.choose(batch, draws, matches.lengths, caps)
+        plan = self._lengths.choose(batch, draws, matches.lengths, caps)
         verify_len = plan.layout.verify_len
         self.speculative_num_draft_tokens = verify_len
         self.notify("on_length_chosen", batch, verify_len)
@@ -271,7 +264,7 @@ class DFlashWorker(BaseSpecWorker):
             batch, plan=plan, matches=matches, on_publish=on_publish, grammar_barrier=grammar_barrier
         )
         self._in_flight.launch(CycleInFlight(plan, proposals))
-        self._planner.on_launched(plan)
+        self._lengths.on_launched()
         return result
 
     def run_cycle(

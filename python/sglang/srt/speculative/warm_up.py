@@ -13,9 +13,9 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
+from sglang_dflash.srt.speculative.cycle.measured import feasible_context, make_batch
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
-from sglang_dflash.srt.speculative.width.controller import LengthPlanner
-from sglang_dflash.srt.speculative.width.timers import feasible_context, make_batch
+from sglang_dflash.srt.speculative.width.controller import LengthChooser
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def runs_cycles_alone(layout: Any) -> bool:
     return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 
-def warm_up(worker: Any, planner: LengthPlanner) -> int:
+def warm_up(worker: Any, lengths: LengthChooser) -> int:
     """Run start-up's cycles, and warn if they fail. Basic mode does without them.
 
     The start still ends if serving could not go on: without memory, with a device that an error has left
@@ -46,7 +46,7 @@ def warm_up(worker: Any, planner: LengthPlanner) -> int:
 
     Args:
         worker: the `DFlashWorker`, before it serves.
-        planner: plans its cycles.
+        lengths: plans its cycles.
 
     Returns:
         The peak bytes of a sampled cycle of all requests, or a bound of it if no cycle could run.
@@ -60,7 +60,7 @@ def warm_up(worker: Any, planner: LengthPlanner) -> int:
     penalties, observers = worker.penalties, worker.observers
     worker.observers = []
     try:
-        _run_cycles(worker, planner)
+        _run_cycles(worker, lengths)
         peak = _run_largest_cycle(worker)
         synchronize()
     except torch.OutOfMemoryError:
@@ -81,7 +81,7 @@ def warm_up(worker: Any, planner: LengthPlanner) -> int:
 
 
 @torch.no_grad()
-def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
+def _run_cycles(worker: Any, lengths: LengthChooser) -> None:
     """Run cycles, greedy, capped, sampled with penalties and a least length, of every layout.
 
     The requests' rows of SGLang's table are empty: their KV goes to SGLang's padding slot.
@@ -89,7 +89,7 @@ def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
     # P-EAGLE runs the rows of the last cycle again, at positions before these.
     context = feasible_context(worker, worker.block_size)
     target_runner = worker.target_worker.model_runner
-    for plan in planner.plans_of_each_layout(target_runner.max_running_requests):
+    for plan in lengths.plans_of_each_layout(target_runner.max_running_requests):
         bs = plan.layout.bs
         # Its table of counts has a row per request and a column per token, which most servers never need.
         worker.penalties = Penalties(bs, target_runner.model_config.vocab_size, worker.device)
@@ -104,9 +104,8 @@ def _run_cycles(worker: Any, planner: LengthPlanner) -> None:
 
 def _run_cycle(worker: Any, batch: Any, plan: CyclePlan) -> None:
     matches = worker.copies.look_up(batch)
-    # A plan with matches compares them, by kernels that no other cycle here would compile.
     draws = worker.acceptor.draws_drafts(batch.sampling_info)
-    worker.run_cycle(batch, plan._replace(draws=draws, matches=matches.lengths), matches)
+    worker.run_cycle(batch, plan._replace(draws=draws), matches)
 
 
 @torch.no_grad()

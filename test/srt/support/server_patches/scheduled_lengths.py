@@ -1,8 +1,7 @@
 """Verify lengths by a schedule, so that tests meet all of them however acceptance turns out.
 
 The config file of `--speculative-adaptive-config` then also takes a `schedule`: numbers of drafted tokens,
-verified in turn instead of what the policy chooses, and `draft_slots`, that the draft fills in turn, null for
-whole blocks. The policy still learns and decides.
+verified in turn instead of what the policy chooses. The policy still learns and decides.
 """
 
 import itertools
@@ -13,10 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_dflash.srt.speculative.cycle.plan import NO_WORK
-
-# These pass the schedules to the scheduler's process.
-_VARIABLE, _DRAFT_SLOTS = "SCHEDULED_LENGTHS", "SCHEDULED_DRAFT_SLOTS"
+_VARIABLE = "SCHEDULED_LENGTHS"  # passes the schedule to the scheduler's process
 
 
 def read_schedule(module) -> None:
@@ -30,7 +26,6 @@ def read_schedule(module) -> None:
         except (ValueError, AttributeError, KeyError, TypeError):
             return parse(text)
         os.environ[_VARIABLE] = json.dumps(schedule)
-        os.environ[_DRAFT_SLOTS] = json.dumps(fields.pop("draft_slots", [None]))
         fields["candidate_steps"] = sorted({0, *schedule})
         return parse(json.dumps(fields))
 
@@ -39,29 +34,14 @@ def read_schedule(module) -> None:
 
 def follow_schedule(module) -> None:
     """Replace the policy's choices by those of the schedule, if there is one."""
-    choose, cycles = module.LengthChooser.choose, itertools.count()
+    choose, cycles = module.Policy.choose, itertools.count()
 
-    def choose_by_schedule(self, requests, extra_context, matches, caps):
-        choice = choose(self, requests, extra_context, matches, caps)
+    def choose_by_schedule(self, rows, extra_context, matches, caps):
+        choice = choose(self, rows, extra_context, matches, caps)
         schedule = json.loads(os.environ.get(_VARIABLE, "[]"))
-        return scheduled(choice, requests.rows, next(cycles), schedule, matches, caps) if schedule else choice
+        return scheduled(choice, rows, next(cycles), schedule, matches, caps) if schedule else choice
 
-    module.LengthChooser.choose = choose_by_schedule
-
-
-def narrow_drafts(module) -> None:
-    """Plan cycles with draft blocks of the schedule's widths, if there is one."""
-    choose, cycles = module.AdaptiveLengths.choose, itertools.count()
-
-    def choose_with_draft_slots(self, *args, **kwargs):
-        widths = json.loads(os.environ.get(_DRAFT_SLOTS, "[null]"))
-        plan, draft_slots = choose(self, *args, **kwargs), widths[next(cycles) % len(widths)]
-        if draft_slots is None:
-            return plan
-        # The policy has no estimates of widths that it would not choose.
-        return plan._replace(draft_slots=max(draft_slots, plan.verify_len - 1), work=NO_WORK)
-
-    module.AdaptiveLengths.choose = choose_with_draft_slots
+    module.Policy.choose = choose_by_schedule
 
 
 def scheduled(
@@ -82,4 +62,4 @@ def scheduled(
     place = np.full(len(rows), cycle) + (5 * rows if len(rows) > 1 else 0)
     copies = (matches > 0) & (place % 3 > 0)
     lengths = np.array(schedule)[place % len(schedule)]
-    return choice._replace(lengths=np.minimum(lengths, caps), copies=copies, num_cycles=1)
+    return choice._replace(lengths=np.minimum(lengths, caps), copies=copies)

@@ -15,22 +15,16 @@ from pathlib import Path
 def _give_costs(module, verify, draft) -> None:
     """Give adaptive width the costs of its cycles instead of measuring them.
 
-    verify: seconds of [loads, 1] requests that verify [slots] each. draft: of a draft for [loads, 1]
-    requests. A row of a draft block less saves a twentieth of that.
+    verify: seconds of [loads, 1] requests that verify [slots] each. draft: of a draft for [loads] requests.
     """
     assert hasattr(module, "_measure")
 
-    def costs(worker, backends, verify_lens, loads, budget):
+    def costs(worker, backends, verify_lens, budget):
         loads, slots = module.np.array([1, 64]), module.np.array(verify_lens)
-        widths = module._draft_widths(worker, verify_lens)
-        drafts = draft(loads[:, None]) * (1 - 0.05 * (widths[-1] - module.np.array(widths)))
-        return module.CostTable(loads, slots, verify(loads[:, None], slots), drafts, draft_slots=widths)
+        return module.Costs(loads, slots, verify(loads[:, None], slots), draft(loads))
 
-    def of_whole_blocks(worker, loads):
-        return verify(module.np.array(loads), worker.block_size)
-
-    module._measure, module._seconds_of_whole_blocks = costs, of_whole_blocks
-    module.CostTable.observe = lambda table, work, seconds: None  # nor does a cycle correct them
+    module._measure = costs
+    sys.modules[module.Policy.__module__].Pace.observe = lambda *_: None  # nor does a cycle correct them
 
 
 def known_costs(module) -> None:
@@ -193,7 +187,6 @@ PATCHES = {
     "scheduled_lengths": {
         "sglang_dflash.srt.speculative.width.settings": "server_patches.scheduled_lengths:read_schedule",
         "sglang_dflash.srt.speculative.width.policy": "server_patches.scheduled_lengths:follow_schedule",
-        "sglang_dflash.srt.speculative.width.controller": "server_patches.scheduled_lengths:narrow_drafts",
     },
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},

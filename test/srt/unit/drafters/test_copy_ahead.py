@@ -25,7 +25,6 @@ from sglang_dflash.srt.speculative.drafters.copies import (
     WHOLE_CYCLES,
     CopySource,
     CopyStats,
-    _num_right,
     overlay_copies,
 )
 
@@ -283,14 +282,6 @@ def test_what_was_kept_is_text_and_the_rest_is_not():
     assert played.propose(2).tokens.tolist() == [[9, 10, 11, 12]]
 
 
-def test_a_copy_is_compared_up_to_the_bonus_token():
-    """The target's bonus token is the output's too. Slots behind it have no output."""
-    copied = torch.tensor([[-1, 5, 6, 7], [-1, 5, 6, 7], [-1, 5, 6, 7]])
-    output = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8], [9, 6, 7, 8]])
-    accepted = accepted_blocks(torch.tensor([2, 1, 0], dtype=torch.int32), output)
-    assert _num_right(copied, accepted).tolist() == [3, 2, 0]
-
-
 # -- without the draft
 
 
@@ -333,7 +324,7 @@ def test_elsewhere_than_on_a_cpu_it_is_left_out_after_whole_copies():
 
 def test_a_new_request_is_drafted_for():
     stats, whole = CopyStats(SILENT), torch.tensor([9], dtype=torch.int32)
-    begun = [Proposals(whole, None) for _ in range(2 * WHOLE_CYCLES)]
+    begun = [Proposals(whole) for _ in range(2 * WHOLE_CYCLES)]
     for cycle in begun[:WHOLE_CYCLES]:
         stats.on_accept_lens(cycle, [7], [7])
     assert stats.all_copy
@@ -346,7 +337,7 @@ def test_a_new_request_is_drafted_for():
 def test_copies_that_are_kept_in_part_are_no_reason_to_leave_the_draft_out():
     stats, whole = CopyStats(SILENT), torch.tensor([9], dtype=torch.int32)
     for _ in range(2 * WHOLE_CYCLES):
-        stats.on_accept_lens(Proposals(whole, None), [6], [7])
+        stats.on_accept_lens(Proposals(whole), [6], [7])
     assert not stats.all_copy
 
 
@@ -358,8 +349,8 @@ def test_outcomes_by_source():
     )
     stats = CopyStats(metrics)
     cycles = [
-        Proposals(torch.tensor([9, -9, 0], dtype=torch.int32), None),
-        Proposals(torch.tensor([9, 0], dtype=torch.int32), None, was_drafted=False),
+        Proposals(torch.tensor([9, -9, 0], dtype=torch.int32)),
+        Proposals(torch.tensor([9, 0], dtype=torch.int32), was_drafted=False),
         None,
     ]
     stats.on_accept_lens(cycles[0], [5, 2, 1], [7, 7, 7])

@@ -397,7 +397,7 @@ def test_verified_slots_are_those_of_whole_blocks(info, monkeypatch, tmp_path):
         simulation = Simulation(8, 3, tmp_path)
         simulation.prefill({0: 17, 1: 3, 2: 11})
         simulation.cycle({0: 4, 1: 0, 2: 2})
-        simulation.model.ends_before_head_from = 4 if lengths is None else 1
+        simulation.model.ends_before_head = lengths is not None
         head_rows.clear()
         verified = None if lengths is None else np.array(lengths)
         found = simulation.drafter.propose(simulation.begin_cycle([0, 1, 2]), info, verified)

@@ -1,4 +1,4 @@
-"""The draft's head multiplies the rows of verified slots alone, and forwards of fewer slots."""
+"""The draft's head multiplies the rows of verified slots alone."""
 
 from types import SimpleNamespace
 
@@ -34,9 +34,9 @@ class Drafting:
             slots = pools.slots(request, 0, len(states))
             self.drafter.prefill(prompt, states, slots, torch.tensor([3]))
 
-    def cycle(self, num_slots: int | None = None):
-        """Begin a cycle of blocks with this number of drafted slots."""
-        width = (num_slots or self.num_slots) + 1
+    def cycle(self):
+        """Begin a cycle of whole blocks."""
+        width = self.num_slots + 1
         tokens = self.case.block_tokens(ANCHORS)[:, :width]
         return draft_cycle(self.pools, range(len(CONTEXTS)), CONTEXTS, tokens, width)
 
@@ -48,7 +48,7 @@ def test_verified_slots_are_those_of_whole_blocks(kind, name, info, monkeypatch,
     most, propose = drafting.num_slots, drafting.drafter.propose
     whole = propose(drafting.cycle(), info)
     assert set(head_rows) == {3 * most}, "the control"
-    drafting.case.model.ends_before_head_from = 1
+    drafting.case.model.ends_before_head = True
     for lengths in ([most, 1, 2], [0, 0, 2], [1, 1, 1], [most] * 3, [0, 0, 0]):
         head_rows.clear()
         compare(whole, propose(drafting.cycle(), info, np.array(lengths)), lengths)
@@ -69,23 +69,3 @@ def test_a_gpu_sees_few_shapes():
         for request, n in enumerate(lengths):
             assert of_each[request, :n].tolist() == list(range(request * 7, request * 7 + n))
     assert len(sizes) < 30
-
-
-@pytest.mark.parametrize("kind, name", CASES)
-def test_a_forward_of_fewer_slots_is_that_of_a_narrower_block(kind, name, tmp_path):
-    """Every width, compared with the reference on as many mask tokens."""
-    drafting = Drafting(kind, name, tmp_path)
-    drafter, case = drafting.drafter, drafting.case
-    assert drafter.narrows_blocks
-    case.model.ends_before_head_from = 1
-    idle = case.model.draft.num_idle_rows
-    for num_slots in range(1, drafting.num_slots + 1):
-        cycle = drafting.cycle(num_slots)
-        block = drafter.propose(cycle, None, np.full(3, num_slots))
-        for request, states in enumerate(drafting.contexts):
-            hidden = case.block_hidden(cycle.tokens[request, : num_slots + idle], states)[idle:]
-            if kind is DFlash2Case:
-                expected = case.reference.greedy_path(hidden, case.head, ANCHORS[request])
-            else:
-                expected = case.logits(hidden).argmax(dim=-1).tolist()
-            assert block.tokens[request].tolist() == [ANCHORS[request], *expected]

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 
-from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import install_ragged_layouts, supports_ragged_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import GraphLayout, row_sizes, spread_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
@@ -37,8 +37,8 @@ def make_backend() -> TritonAttnBackend:
     )
     for name, value in fields.items():
         setattr(backend, name, value)
-    assert takes_rows(backend)
-    take_layouts(backend)
+    assert supports_ragged_rows(backend)
+    install_ragged_layouts(backend)
     return backend
 
 

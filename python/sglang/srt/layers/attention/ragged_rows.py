@@ -61,9 +61,8 @@ def gdn_forward_extend(
 ) -> torch.Tensor:
     """Verify another number of rows of each request with GatedDeltaNet.
 
-    SGLang's verifies blocks of one width. The recurrence's Triton kernel takes requests of any length. The
-    convolution's takes blocks, so rows are copied into blocks and back. That is little beside the states: a
-    row of a 27B target writes 151 MB of them.
+    The recurrence's Triton kernel takes requests of any length. The convolution's takes blocks, so rows are
+    copied into blocks and back. That is little beside the states: a row of a 27B target writes 151 MB.
     """
     from sglang.srt.layers.attention.linear import gdn_backend
     from sglang.srt.layers.attention.linear.utils import select_verify_intermediate_state_indices
@@ -122,15 +121,15 @@ def verifies_ragged_rows(attention: Any) -> bool:
     return linear.req_to_token_pool.mamba_pool.mamba_cache.intermediate_ssm is not None
 
 
-def takes_rows(backend: Any) -> bool:
-    """Return whether `take_layouts` fits a backend.
+def supports_ragged_rows(backend: Any) -> bool:
+    """Return whether `install_ragged_layouts` fits a backend.
 
     The kernel of deterministic inference has its own preparation, which divides rows evenly.
     """
     return type(backend).__name__ == "TritonAttnBackend" and not backend.enable_deterministic
 
 
-def take_layouts(backend: Any) -> None:
+def install_ragged_layouts(backend: Any) -> None:
     """Have a `TritonAttnBackend` verify the rows of `spec_info.ragged_verify_layout`.
 
     This changes one object, so backends of whole blocks and of the draft stay as they are.
@@ -138,16 +137,9 @@ def take_layouts(backend: Any) -> None:
     block_size = backend.target_verify_num_tokens_per_req
     fill_buffers, prepare = backend._update_target_verify_buffers, backend.init_forward_metadata
 
-    def most_rows(spec_info: Any) -> int:
-        """Return the rows of a request that the kernel is launched for, for each forward."""
-        return block_size
-
-    def fill_graph_buffers(
-        plan: Any, bs: int, seq_lens: Any, spec_info: Any, req_pool_indices: Any
-    ) -> tuple[Any, ...]:
-        filled = fill_buffers(
-            plan, bs=bs, seq_lens=seq_lens, spec_info=spec_info, req_pool_indices=req_pool_indices
-        )
+    def fill_graph_buffers(plan, bs, seq_lens, spec_info, req_pool_indices):
+        arguments = dict(seq_lens=seq_lens, spec_info=spec_info, req_pool_indices=req_pool_indices)
+        filled = fill_buffers(plan, bs, **arguments)
         filled[0].copy_(spec_info.ragged_verify_layout.qo_indptr_device)
         return filled
 
@@ -157,6 +149,7 @@ def take_layouts(backend: Any) -> None:
             layout = forward_batch.spec_info.ragged_verify_layout
             backend.forward_metadata.qo_indptr = layout.qo_indptr_device
 
-    backend._target_verify_num_tokens_per_req = most_rows
+    # The kernel is launched for so many rows of each request.
+    backend._target_verify_num_tokens_per_req = lambda spec_info: block_size
     backend._update_target_verify_buffers = fill_graph_buffers
     backend.init_forward_metadata = prepare_without_graph

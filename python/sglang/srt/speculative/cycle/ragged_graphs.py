@@ -1,9 +1,8 @@
 """CUDA graphs of the target per number of rows.
 
-Requests of a batch then verify different numbers of tokens. SGLang's graph runner can replay such forwards
-("ragged verify", for its DSPARK). A graph has T rows and up to S requests, which share the rows as a layout
-says. A batch takes the graph with the least sufficient T. Rows that are left go to requests that pad the
-batch or, if there are not enough of them, to longer verify lengths.
+SGLang's graph runner can replay forwards of requests with different numbers of rows ("ragged verify", for its
+DSPARK). A graph has T rows and up to S requests, which share the rows as a layout says. A batch takes the
+graph with the least sufficient T. Further rows go to requests that pad the batch, or to longer lengths.
 """
 
 import functools
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
-from sglang_dflash.srt.layers.attention.ragged_rows import take_layouts, takes_rows
+from sglang_dflash.srt.layers.attention.ragged_rows import install_ragged_layouts, supports_ragged_rows
 from sglang_dflash.srt.reaches import ROWS, find_misfit
 from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
@@ -23,23 +22,18 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_block
 logger = logging.getLogger(__name__)
 
 
-def row_sizes(max_requests: int, block_size: int, least_requests: int = 1) -> list[int]:
-    """List the T to capture, up to all blocks of `max_requests`.
-
-    At least `least_requests` have a row each. The T are quarters of powers of two, and `max_requests` for a
-    batch that verifies its anchors alone.
-    """
+def row_sizes(max_requests: int, block_size: int) -> list[int]:
+    """List the T to capture: quarters of powers of two, `max_requests`, and all their blocks."""
     max_rows, sizes = max_requests * block_size, [1]
     while sizes[-1] < max_rows:
         sizes.append(sizes[-1] + (1 << max(0, sizes[-1].bit_length() - 3)))
-    return sorted(size for size in {*sizes[:-1], max_requests, max_rows} if size >= least_requests)
+    return sorted({*sizes[:-1], max_requests, max_rows})
 
 
 def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size: int) -> list[int]:
     """Give all rows of a graph to its `num_slots` requests, at most a block to each.
 
-    `counts` are the rows of the first requests. Rows beyond them go to the other requests, which pad the
-    batch, then to those with the most.
+    `counts` are of the first requests. Further rows go to those that pad the batch, then to the longest.
 
     A graph with 11 rows for 3 requests, blocks of 4 and counts = [1, 3]: the rows are [3, 4, 4]. The third
     request takes 4 of the 7 further rows, the second takes 1, and the first takes 2.
@@ -65,13 +59,8 @@ class GraphLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
         ends = np.cumsum(counts)
         numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
         lengths, bounds = numbers[: len(counts)], numbers[len(counts) :]
-        return cls(
-            verify_lens=lengths,
-            graph_num_tokens=num_rows,
-            extend_start_loc=bounds[:-1],
-            qo_indptr_device=bounds,
-            counts=tuple(counts),
-        )
+        parts: Any = dict(verify_lens=lengths, extend_start_loc=bounds[:-1], qo_indptr_device=bounds)
+        return cls(graph_num_tokens=num_rows, counts=tuple(counts), **parts)
 
     def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "GraphLayout":
         """Return itself: it has the requests that pad a batch."""
@@ -92,13 +81,8 @@ def _row_graph_runner() -> type:
             self._sizes, self.max_requests = sizes, max_requests
             super().__init__(runner, attn_backend=attn_backend, speculative_num_draft_tokens=1)
 
-        @property
-        def ragged_verify_mode(self) -> bool:
-            return True
-
-        @ragged_verify_mode.setter
-        def ragged_verify_mode(self, _: bool) -> None:
-            """Ignore SGLang's choice."""
+        # SGLang's choice is ignored.
+        ragged_verify_mode = property(lambda self: True, lambda self, _: None)
 
         def _build_ragged_verify_token_buckets(self) -> list[int]:
             self.capture_bs = self._sizes
@@ -122,7 +106,7 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
     takes_layouts = name == "FlashAttentionBackend" or (
         name == "TRTLLMHAAttnBackend" and not attention.is_xqa_impl
     )
-    if not takes_layouts and not takes_rows(attention):
+    if not takes_layouts and not supports_ragged_rows(attention):
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
         return "layers with chunks have page tables of their own"
@@ -149,16 +133,16 @@ class RowBackends:
         self._latest = b"", whole_blocks(0, block_size)
 
     @classmethod
-    def capture(cls, runner: Any, block_size: int, least_requests: int) -> "RowBackends":
-        """Make a backend of its own and capture graphs for rows of `least_requests` or more."""
+    def capture(cls, runner: Any, block_size: int) -> "RowBackends":
+        """Make another backend of the target's kind, and capture its graphs."""
         backend = runner._get_attention_backend(init_new_workspace=False)
         # Of a hybrid backend, both halves must say so.
         for half in getattr(backend, "attn_backend_list", None) or [backend]:
             half.supports_ragged_verify_graph = True
-            if takes_rows(half):
-                take_layouts(half)
+            if supports_ragged_rows(half):
+                install_ragged_layouts(half)
         most_requests = max(runner.decode_cuda_graph_runner.capture_bs)
-        sizes = row_sizes(most_requests, block_size, least_requests)
+        sizes = row_sizes(most_requests, block_size)
         graphs = _row_graph_runner()(runner, backend, sizes, most_requests)
         logger.info("DFLASH: made graphs of %d to %d rows.", graphs.capture_bs[0], graphs.capture_bs[-1])
         return cls(runner, block_size, (backend, graphs))
@@ -189,13 +173,8 @@ class RowBackends:
             counts = spread_rows(counts, num_rows, slots, self._block_size)
             lengths = np.array(counts[: len(lengths)]) - 1
         for_graph = GraphLayout.from_counts(counts, num_rows, graphs.device)
-        return VerifyLayout(
-            len(lengths),
-            verify_len=int(lengths.max()) + 1,
-            num_draft_tokens=lengths,
-            device=graphs.device,
-            for_graph=for_graph,
-        )
+        shape: Any = dict(bs=len(lengths), verify_len=int(lengths.max()) + 1, num_draft_tokens=lengths)
+        return VerifyLayout(**shape, device=graphs.device, for_graph=for_graph)
 
 
 def captured_sizes(runner: Any) -> list[int]:
@@ -213,10 +192,7 @@ class AnyRows:
         self._has_layouts = has_layouts
 
     def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
-        """Return the layout of a cycle that verifies `lengths` drafted tokens, [n].
-
-        With `needs_rectangle`, all requests verify the largest length.
-        """
+        """Return the layout of drafted tokens [n]; a rectangle has the largest number for all."""
         verify_len = int(lengths.max()) + 1
         if needs_rectangle:
             lengths = np.full_like(lengths, verify_len - 1)

@@ -33,7 +33,6 @@ class Drafter(abc.ABC):
         mask_token_id: token of the slots to fill.
         num_draft_rows: rows of the draft's forward per request.
         has_own_table: whether the draft reads through its own request table, which SGLang then makes.
-        narrows_blocks: whether a forward may draft fewer slots than a block has, if it ends before the head.
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
         defers_anchor_only_cycles: whether `commit` keeps the context of cycles that verify the anchor alone,
@@ -43,7 +42,6 @@ class Drafter(abc.ABC):
 
     num_draft_rows: int
     has_own_table: bool
-    narrows_blocks = False
     writes_context_apart: bool
     defers_anchor_only_cycles: bool
 

@@ -38,8 +38,6 @@ def draft_blocks(
         verified = plan.layout.num_draft_tokens
         on_host = np.flatnonzero(drafter.to_draft(table_rows(batch), verified, (verified > 0) & ~plan.copies))
         num_slots = block_size if len(on_host) or verify_len > 1 else 1
-        if num_slots > 1 and plan.draft_slots and drafter.narrows_blocks:
-            num_slots = plan.draft_slots + 1
     cycle = Cycle.begin(batch, target_runner, drafter.mask_token_id, num_slots)
     block = draft_subset(
         drafter,

@@ -106,7 +106,6 @@ class Copies(NamedTuple):
     # Of the matches. Negative: passed over for the draft. None: no text was searched. [bs] int32
     lengths: torch.Tensor | None = None
     tokens: torch.Tensor | None = None  # to propose. -1: the draft's. None: nothing is copied. [bs, B] int64
-    compared: torch.Tensor | None = None  # continuations to compare with the output, or None. [bs, B] int64
 
     def overlay(self, block: DraftBlock) -> DraftBlock:
         """Put the copies into a block [bs, W]."""
@@ -126,8 +125,7 @@ class CopySource:
     Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also
     writes context, and runs every time.
 
-    Matches are looked up in anchor-only cycles too. A comparison with the target's next tokens then shows
-    what copies are worth, although none is verified.
+    Matches are looked up in anchor-only cycles too: their lengths say what a copy is worth.
 
     Args:
         block_size: B.
@@ -205,7 +203,7 @@ class CopySource:
         """Copy the matches of the requests that the plan names, or each match."""
         if matches.keys is None:
             return Copies()
-        if not plan.copies_each_match and not plan.matches.size:
+        if self.knows_matches_on_host and not plan.copies_each_match and not plan.copies.any():
             return Copies(torch.zeros(plan.layout.bs, dtype=torch.int32))
         found, lengths = copy_matches(
             self.history,
@@ -218,7 +216,7 @@ class CopySource:
             return Copies(lengths, found)
         is_copy = on_device(plan.copies, torch.bool, found.device)
         lengths = torch.where(is_copy, lengths, -lengths)
-        return Copies(lengths, torch.where(is_copy[:, None], found, -1), found)
+        return Copies(lengths, torch.where(is_copy[:, None], found, -1))
 
     def needs_draft(self, copies: Copies) -> bool:
         """Return whether a request of the cycle copies nothing, as far as the host knows."""
@@ -243,11 +241,9 @@ class CopySource:
         if copies.lengths is None:
             return None
         # SGLang waits for later work before it reports accept lengths, so these numbers have arrived by then.
-        lengths, right = copies.lengths.to("cpu", non_blocking=True), None
-        if copies.compared is not None:
-            right = _num_right(copies.compared, accepted).to("cpu", non_blocking=True)
+        lengths = copies.lengths.to("cpu", non_blocking=True)
         append_tokens(self.history, cycle.req_pool_indices, cycle.committed, accepted.tokens)
-        return Proposals(lengths, right, was_drafted, self.stats.admissions)
+        return Proposals(lengths, was_drafted, self.stats.admissions)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace ids that stand for an image by -1. int32."""
@@ -277,14 +273,6 @@ def overlay_copies(block: DraftBlock, copied: torch.Tensor) -> DraftBlock:
             torch.where(is_certain, is_first.to(probs.probs.dtype), probs.probs),
         )
     return DraftBlock(tokens, probs)
-
-
-def _num_right(copied: torch.Tensor, accepted: AcceptedBlocks) -> torch.Tensor:
-    """Count the copied tokens [bs, B] up to the first that is not the output's. [bs] int64"""
-    num_slots = min(copied.shape[1] - 1, accepted.tokens.shape[1])
-    is_right = copied[:, 1 : num_slots + 1] == accepted.tokens[:, :num_slots]
-    is_right &= torch.arange(num_slots, device=copied.device) <= accepted.accept_len[:, None]
-    return is_right.cumprod(dim=1).sum(dim=1)
 
 
 def _repeated(rows: torch.Tensor, counts: Sequence[int], total: int) -> torch.Tensor:

@@ -57,8 +57,8 @@ class DraftWindow:
         # A window longer than the context is the whole of it.
         self._longest = min(size + self._page - 1, self._table.shape[1] - num_draft_rows)
 
-    def read(self, cycle: Cycle, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
-        """Prepare the read of a cycle's blocks of `num_rows` rows.
+    def read(self, cycle: Cycle) -> tuple[torch.Tensor, torch.Tensor, KVLocPlan]:
+        """Prepare the read of a cycle's blocks.
 
         Returns:
             Committed tokens to read [bs] int64; the same on the host [bs]; the plan of the block's slots.
@@ -79,8 +79,8 @@ class DraftWindow:
         plan = cycle.kv_loc_plan.reads_from(
             self._translator,
             seq_lens=seq_lens,
-            seq_lens_cpu=committed_host + num_rows,
-            read_extent=num_rows,
+            seq_lens_cpu=committed_host + self._num_draft_rows,
+            read_extent=self._num_draft_rows,
         )
         return seq_lens, committed_host, plan
 
@@ -97,7 +97,6 @@ class DFlashDrafter(Drafter):
         super().__init__(draft_runner, target_model, block_size)
         # If the anchor's row drafts too, the last position needs no row.
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
-        self.narrows_blocks = not self._model.norm.weight.is_cuda  # CUDA graphs have whole blocks
         self.has_own_table = get_spec().speculative_draft_window_size is not None
         # Context of cycles that drafted nothing. No kernel reads it before the next block is drafted or
         # another request is prefilled. All rows are of one set of requests: a changed set may give a slot to
@@ -153,7 +152,7 @@ class DFlashDrafter(Drafter):
     ) -> DraftBlock:
         """Put blocks together from the output of the block forward."""
         assert output.hidden_states is not None
-        rows = output.hidden_states.view(-1, self._num_rows(cycle), output.hidden_states.shape[-1])
+        rows = output.hidden_states.view(-1, self.num_draft_rows, output.hidden_states.shape[-1])
         rows = rows[: cycle.bs, self._model.draft.num_idle_rows :]  # a CUDA graph pads its output
         return self._complete(cycle, rows, sampling_info, lengths)
 
@@ -208,17 +207,13 @@ class DFlashDrafter(Drafter):
         pool = self._runner.token_to_kv_pool
         self._model.write_context_kv(**rows._asdict(), kv_pool=pool, accept_len=accept_len)
 
-    def _num_rows(self, cycle: Cycle) -> int:
-        """Return the rows of each block: one per drafted slot, and idle ones."""
-        return cycle.verify_len - 1 + self._model.draft.num_idle_rows
-
     def _run_block(self, cycle: Cycle) -> DraftOutput:
         """Run one forward over the draft's rows of all blocks."""
-        num_rows = self._num_rows(cycle)
+        num_rows = self.num_draft_rows
         columns = slice(0, num_rows)
         seq_lens, committed_host, plan = cycle.committed, cycle.committed_host, cycle.kv_loc_plan
         if self.has_own_table:
-            seq_lens, committed_host, plan = self.window.read(cycle, num_rows)
+            seq_lens, committed_host, plan = self.window.read(cycle)
         seq_lens_cpu = committed_host + num_rows
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,

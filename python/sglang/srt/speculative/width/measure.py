@@ -1,8 +1,10 @@
-"""Start of `--speculative-adaptive`: backends, graphs, and costs of verify lengths."""
+"""Start of `--speculative-adaptive`: backends, graphs, and the measured costs of cycles."""
 
 import logging
 import math
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,39 +12,37 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_lora, get_observability
 
-from sglang_dflash.srt.layers.attention.ragged_rows import (
-    AnyRowsBackend,
-    full_attention,
-    verifies_ragged_rows,
-)
+from sglang_dflash.srt.layers.attention import ragged_rows
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.cycle.measured import feasible_context, make_batch
+from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
+from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     AnyRows,
     RowBackends,
     captured_sizes,
     reason_for_one_width,
 )
-from sglang_dflash.srt.speculative.width.break_even import AdaptiveFromBreakEven, break_even
 from sglang_dflash.srt.speculative.width.controller import (
     AdaptiveLengths,
     Backends,
-    LengthPlanner,
+    CycleClock,
+    LengthChooser,
     WholeBlocks,
+    plan_lengths,
 )
-from sglang_dflash.srt.speculative.width.estimates import KNOWN, CostTable, CycleClock
-from sglang_dflash.srt.speculative.width.extrapolation import extrapolate
-from sglang_dflash.srt.speculative.width.policy import LengthChooser
+from sglang_dflash.srt.speculative.width.policy import Costs, Policy
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-from sglang_dflash.srt.speculative.width.timers import CycleTimer, VerifyTimer, feasible_context
 
 logger = logging.getLogger(__name__)
 
-
 _CONTEXT = 128  # committed tokens of a request in the measurement
+_NUM_LOADS = 4
 # Seconds that the cycles may take; larger loads are left out. The cost of contexts comes on top. Ignored with
 # several ranks: one rank cannot decide that alone.
 _BUDGET_S = {"cpu": 4.0, "cuda": 8.0}
 _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token is measured
+_MANY_TOKENS = {"cpu": 8192, "cuda": 131072}  # of these requests: enough that the cost shows
 
 
 def settings_of_adaptive_lengths(worker: Any) -> AdaptiveSettings | None:
@@ -51,7 +51,7 @@ def settings_of_adaptive_lengths(worker: Any) -> AdaptiveSettings | None:
     `worker` is the `DFlashWorker`, whose target has its pools, backends and graphs.
     """
     settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
-    if settings is None or settings.verify_lens(block_size, worker.device) == (block_size,):
+    if settings is None or settings.verify_lens(block_size) == (block_size,):
         return None
     if reason := reason_for_whole_blocks(worker.target_worker.model_runner):
         logger.info("DFLASH verifies whole blocks: %s.", reason)
@@ -59,85 +59,38 @@ def settings_of_adaptive_lengths(worker: Any) -> AdaptiveSettings | None:
     return settings
 
 
-def least_adaptive_load(worker: Any, settings: AdaptiveSettings | None, tp_group: Any) -> float:
-    """Return the number of requests from which verify lengths are adaptive.
-
-    Infinity: all blocks are whole. It is 1 on a CPU, whose rows always cost, and where the settings name
-    candidates. Otherwise verifies of whole blocks are measured. A batch is padded to a captured size, so it
-    is adaptive if that costs.
-
-    Args:
-        worker: the `DFlashWorker`, before the draft's graphs are captured.
-        settings: of adaptive lengths.
-        tp_group: rank 0 decides for all of it.
-    """
-    runner = worker.target_worker.model_runner
-    if settings is None:
-        return math.inf
-    if runner.decode_cuda_graph_runner is None or settings.candidate_steps is not None:
-        return 1
-    loads = _loads(runner)
-    seconds = torch.tensor(_seconds_of_whole_blocks(worker, loads))
-    if tp_group.world_size > 1:
-        torch.distributed.broadcast(seconds, src=tp_group.ranks[0], group=tp_group.cpu_group)
-    found, free = break_even(loads, seconds.tolist()), runner.max_running_requests
-    if found < math.inf:
-        free = max((n for n in captured_sizes(runner) if n < found), default=0)
-    logger.info(
-        "DFLASH: rows are free up to %d requests, whose blocks are verified whole. Ms a verify of whole "
-        "blocks of %s requests: %s.",
-        free,
-        loads,
-        [round(1e3 * of_load, 2) for of_load in seconds.tolist()],
-    )
-    return math.inf if math.isinf(found) else free + 1
-
-
-def _seconds_of_whole_blocks(worker: Any, loads: list[int]) -> np.ndarray:
-    """Return the seconds of a verify of whole blocks at each load. [L]"""
-    timer, whole = VerifyTimer(worker, AnyRows(), (worker.block_size,)), (worker.block_size - 1,)
-    return timer.time_loads([whole], loads, feasible_context(worker, _CONTEXT), math.inf)[0][:, 0]
-
-
-def make_planner(
-    worker: Any, settings: AdaptiveSettings | None, least: float, tp_group: Any, metrics: DFlashMetrics
-) -> LengthPlanner:
+def make_chooser(
+    worker: Any, settings: AdaptiveSettings | None, tp_group: Any, metrics: DFlashMetrics
+) -> LengthChooser:
     """Make what chooses verify lengths: without settings, whole blocks.
 
     Args:
         worker: the `DFlashWorker`, whose runners have their pools, backends and graphs.
         settings: of adaptive lengths.
-        least: requests from which lengths are adaptive.
         tp_group: rank 0 chooses for all of it.
         metrics: counts verify lengths.
     """
     block_size = worker.block_size
-    if settings is None or math.isinf(least):
+    if settings is None:
         return WholeBlocks(block_size)
-    least = int(least)
-    runner, verify_lens = worker.target_worker.model_runner, settings.verify_lens(block_size, worker.device)
-    is_recurrent = worker.target_states.are_recurrent
-    backends: Backends
+    runner = worker.target_worker.model_runner
     if runner.decode_cuda_graph_runner is None:
-        backends = AnyRows(has_layouts=is_recurrent)
+        backends: Backends = AnyRows(has_layouts=worker.target_states.are_recurrent)
     else:
-        backends = RowBackends.capture(runner, block_size, least)
-    loads = [n for n in _loads(runner) if n >= least]
+        backends = RowBackends.capture(runner, block_size)
     budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
-    costs = _measure(worker, backends=backends, verify_lens=verify_lens, loads=loads, budget=budget)
+    costs = _measure(worker, backends, settings.verify_lens(block_size), budget)
     backends.select(np.array([block_size - 1]))
     num_rows = runner.req_to_token_pool.req_to_token.shape[0]
-    arguments: dict[str, Any] = dict(
-        chooser=LengthChooser(costs, num_rows, settings.probe_share, worker.drafter.writes_context_apart),
+    policy = Policy(costs, num_rows, worker.drafter.writes_context_apart)
+    return AdaptiveLengths(
+        policy,
         backends=backends,
         clock=CycleClock(runner.device),
         tp_group=tp_group,
         metrics=metrics,
         log_every=get_observability().decode_log_interval,
     )
-    if least == 1:
-        return AdaptiveLengths(**arguments)
-    return AdaptiveFromBreakEven(least, WholeBlocks(block_size), **arguments)
 
 
 def reason_for_whole_blocks(runner: Any) -> str:
@@ -147,86 +100,161 @@ def reason_for_whole_blocks(runner: Any) -> str:
             "with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING the KV slots have no memory yet when cycles of other "
             "lengths would be measured"
         )
-    backend = full_attention(runner.attn_backend)
-    if not isinstance(backend, AnyRowsBackend) and (reason := reason_for_one_width(runner, backend)):
+    backend = ragged_rows.full_attention(runner.attn_backend)
+    if not isinstance(backend, ragged_rows.AnyRowsBackend) and (
+        reason := reason_for_one_width(runner, backend)
+    ):
         return reason
-    if mambaish_config(runner.model_config) is not None and not verifies_ragged_rows(runner.attn_backend):
+    if mambaish_config(runner.model_config) is not None and not ragged_rows.verifies_ragged_rows(
+        runner.attn_backend
+    ):
         return "the target's recurrent states are of blocks of one width"
     return "SGLang applies adapters to blocks of one width" if get_lora().enable_lora else ""
 
 
-def _measure(
-    worker: Any, backends: Backends, verify_lens: tuple[int, ...], loads: list[int], budget: float
-) -> CostTable:
-    draft_slots = _draft_widths(worker, verify_lens)
-    timer, start = CycleTimer(worker, backends, verify_lens, draft_slots), time.perf_counter()
-    context = feasible_context(worker, _CONTEXT)
-    longest = verify_lens[-1] - 1
-    cycles = [*((verify_len - 1,) for verify_len in verify_lens), (longest, 0)]
-    seconds, drafts, is_steady = timer.time_loads(cycles, loads, context, budget)
-    measured = len(seconds)
-    tries = np.zeros(len(loads))
-    tries[:measured] = KNOWN * is_steady
+def _measure(worker: Any, backends: Backends, verify_lens: tuple[int, ...], budget: float) -> Costs:
+    timer, start = CycleTimer(worker, backends), time.perf_counter()
+    context, loads = feasible_context(worker, _CONTEXT), _loads(timer.runner)
     drafted = np.array(verify_lens) - 1
-    widths = np.searchsorted(draft_slots, drafted)
-    of_widths = [
-        np.where((drafted > 0) & (widths == width), drafts[:, :-1], np.inf).min(axis=1)
-        for width in range(len(draft_slots))
-    ]
-    draft = np.stack(of_widths, axis=1)
-    verify = seconds[:, :-1] - np.where(drafted > 0, draft[:, widths], 0.0)
-    if verify_lens[0] == 1 and not worker.drafter.writes_context_apart:
+    cycles = [*((length,) for length in drafted.tolist()), (int(drafted[-1]), 0)]
+    seconds, drafts = timer.time_loads(cycles, loads, context, budget)
+    draft = drafts[:, :-1][:, drafted > 0].min(axis=1)
+    verify = seconds[:, :-1] - np.where(drafted > 0, draft[:, None], 0.0)
+    if drafted[0] == 0 and not worker.drafter.writes_context_apart:
         # The draft's forward writes the context of as many anchor-only cycles as a block has rows.
-        verify[:, 0] += draft[:, -1] / worker.block_size
-    few = max(n for n in loads[:measured] if n <= max(_FEW_REQUESTS, loads[0]))
-    per_context_token = timer.time_context(few, context, budget / 4)
-    sizes = getattr(backends, "sizes", ())  # of graphs keyed by rows
-    costs = CostTable(
-        loads=np.array(loads),
-        verify_lens=np.array(verify_lens),
-        verify=extrapolate(verify, loads, np.array(verify_lens)),
-        draft=extrapolate(draft, loads, np.array(draft_slots) + 1),
-        padded=not sizes and bool(captured_sizes(timer.runner)),
-        seconds_per_context_token=per_context_token,
+        verify[:, 0] += draft / worker.block_size
+    measured = loads[: len(verify)]
+    few = max(n for n in measured if n <= max(_FEW_REQUESTS, loads[0]))
+    per_token = timer.time_context(few, context, int(drafted[-1]))
+    costs = Costs(
+        measured,
+        verify_lens=verify_lens,
+        verify=verify,
+        draft=draft,
+        mixed=seconds[:, -1],
+        sizes=getattr(backends, "sizes", ()),  # of graphs keyed by rows
         context=context,
-        sizes=sizes,
-        mixed_sample=seconds[:, -1],
-        tries=tries,
-        draft_slots=draft_slots,
+        seconds_per_token=per_token,
     )
     logger.info(
         "DFLASH adaptive: widths %s measured for %s requests in %.1f s; ms a cycle without its draft: %s; ms "
-        "of drafting %s tokens for all: %s; us for each further committed token: %.3f; ms of lengths that "
-        "differ: %s.",
+        "of drafting for all: %s; us for each further committed token: %.3f; ms of lengths that differ: %s.",
         list(verify_lens),
-        loads[:measured],
+        measured,
         time.perf_counter() - start,
-        (1e3 * verify[:measured]).round(2).tolist(),
-        draft_slots,
-        (1e3 * draft[:measured]).round(2).tolist(),
-        1e6 * per_context_token,
-        [round(1e3 * costs.ragged_overhead(n), 2) for n in loads[:measured]],
+        (1e3 * verify).round(2).tolist(),
+        (1e3 * draft).round(2).tolist(),
+        1e6 * per_token,
+        [round(1e3 * costs.of_load(n)[2], 2) for n in measured],
     )
     return costs
 
 
-def _draft_widths(worker: Any, verify_lens: tuple[int, ...]) -> list[int]:
-    """Return the drafted slots of the blocks to choose from: about half, and all.
-
-    The half is a verify length, so that one cycle measures both.
-    """
-    drafted = [verify_len - 1 for verify_len in verify_lens]
-    halves = [slots for slots in drafted if 0 < slots <= drafted[-1] // 2]
-    return [*(halves[-1:] if worker.drafter.narrows_blocks else ()), drafted[-1]]
-
-
 def _loads(runner: Any) -> list[int]:
-    """Return the numbers of requests to measure: captured ones, a factor of two apart."""
+    """Return the numbers of requests to measure, about equal factors apart."""
     most = runner.max_running_requests
-    known = [n for n in captured_sizes(runner) if n <= most]
-    known = known or [*(n for n in (1, 4, 16, 64, 256) if n < most), most]
-    loads: list[int] = []
-    for n in known:
-        if not loads or n >= 2 * loads[-1] or n == known[-1]:
-            loads.append(n)
-    return loads
+    captured = [n for n in captured_sizes(runner) if n <= most] or range(1, most + 1)
+    spread = np.geomspace(1, captured[-1], _NUM_LOADS).round().astype(int).tolist()
+    return sorted({next(n for n in captured if n >= load) for load in spread})
+
+
+class _DraftClock(CycleClock, CycleObserver):
+    """Times the drafts of cycles, from `start` on."""
+
+    def on_drafted(self, batch: Any, cycle: Any, block: Any) -> None:
+        self.stop()
+
+
+class CycleTimer:
+    """Times the worker's cycles. n: requests. context: committed tokens of each."""
+
+    def __init__(self, worker: Any, backends: Backends):
+        self._worker, self._backends = worker, backends
+        self.runner = worker.target_worker.model_runner
+
+    @contextmanager
+    def _own_kv_slots(self, requests: int, context: int) -> Iterator[None]:
+        """Point the first rows of the request table at unused slots of the pool.
+
+        There may be fewer slots than needed. Requests that all read one slot are cheaper than they will be.
+        """
+        table, page = self.runner.req_to_token_pool.req_to_token, self.runner.page_size or 1
+        whole_pool = self.runner.max_total_num_tokens // page * page
+        length = -(-(context + 2 * self._worker.block_size) // page) * page
+        length = min(length, table.shape[1], whole_pool)
+        starts = page + torch.arange(requests, device=table.device) % (whole_pool // length) * length
+        before = table[:requests, :length].clone()
+        table[:requests, :length] = starts[:, None] + torch.arange(length, device=table.device)
+        yield
+        table[:requests, :length] = before
+
+    def time_loads(
+        self, cycles: Sequence[tuple[int, ...]], loads: Sequence[int], context: int, budget: float
+    ) -> np.ndarray:
+        """Return the seconds of each cycle, and of its draft. [2, first loads, cycles]
+
+        A cycle is given by the drafted tokens that its requests verify, in turn. Its seconds are the least of
+        two. The second is timed when all loads have had their first, so that other work spoils one of them.
+        Loads that the budget has no time for are left out, but for the first.
+        """
+        samples: dict[int, np.ndarray] = {}
+        deadline = time.perf_counter() + budget
+        with self._own_kv_slots(loads[-1], context):
+            for n in loads:
+                start = time.perf_counter()
+                samples[n] = self._time_cycles(cycles, n, context)
+                if 2 * time.perf_counter() - start >= deadline:  # a larger load takes at least as long
+                    break
+            for n in samples:
+                if time.perf_counter() < deadline:
+                    samples[n] = np.minimum(samples[n], self._time_cycles(cycles, n, context))
+        return np.stack([*samples.values()], axis=1)
+
+    def time_context(self, n: int, context: int, length: int) -> float:
+        """Return the seconds that a committed token beyond `context` adds to a verify.
+
+        The draft of the measured cycle, with `length` verified tokens each, reads its context too. 0 if
+        contexts can hardly be longer.
+        """
+        longer = feasible_context(self._worker, _MANY_TOKENS[self._worker.device] // n)
+        if longer < 2 * context:
+            return 0.0
+        with self._own_kv_slots(n, longer):
+            pairs = [
+                [self._time_cycles([(length,)], n, c)[0, 0] for c in (context, longer)] for _ in range(2)
+            ]
+        short, long = np.min(pairs, axis=0)
+        draft_pool = self._worker.draft_worker.model_runner.token_to_kv_pool
+        num_reads = 1 + draft_pool.mem_usage / self.runner.token_to_kv_pool.mem_usage
+        return max(float(long - short), 0.0) / (n * (longer - context)) / num_reads
+
+    @torch.no_grad()
+    def _time_cycles(self, cycles: Sequence[tuple[int, ...]], n: int, context: int) -> np.ndarray:
+        """Return the seconds of each cycle, and of its draft. [2, cycles]
+
+        The longest is the last and comes first: leftovers of the cycle before it then weigh least.
+        """
+        seconds = []
+        for in_turn in reversed(cycles):
+            plan = plan_lengths(self._backends, np.resize(in_turn, n), np.zeros(n, dtype=bool))
+            seconds.append(self._time(plan, n, context))
+        return np.array(seconds[::-1]).T
+
+    def _time(self, plan: CyclePlan, n: int, context: int) -> tuple[float, float]:
+        """Return the seconds of a cycle, and of its draft.
+
+        A cycle that is not timed runs before it: the first finds memory laid out for another length. On a GPU
+        the host prepares the timed one meanwhile, as it does while serving.
+        """
+        worker = self._worker
+        clock, draft_clock = CycleClock(worker.device), _DraftClock(worker.device)
+        worker.observers = [draft_clock]
+        for batch in [make_batch(worker, n, context) for _ in range(2)]:
+            clock.start()
+            draft_clock.start()
+            worker.run_cycle(batch, plan, worker.copies.look_up(batch))
+            clock.stop()
+        worker.observers = []
+        if worker.device == "cuda":
+            torch.cuda.synchronize()
+        return clock.finished()[-1][1], draft_clock.finished()[-1][1]

@@ -1,236 +1,314 @@
-"""Rules for the drafted tokens that the next verify takes, as pure functions of numbers.
+"""The number of drafted tokens that each request verifies in the next cycle.
 
 A block is an anchor and K drafted tokens behind it. A cycle verifies the anchor and the first L_i drafted
 tokens of each request. It accepts them up to the first rejection and adds one token of the target. L_i = 0 is
-a plain decode step of that request.
+a plain decode step of that request, and a cycle of such steps alone is plain.
 
 n: decoding requests. s_ik: probability that drafted tokens 1 .. k of request i are all accepted. [n, K]
-
-With own lengths the slots of all requests compete: a cycle has a budget of rows, and the slots with the
-largest s_ik fill it. s falls along a request, so what is taken of one is a prefix. Budgets, and numbers of
-requests that are drafted for, are compared by tokens per second. Equal lengths are compared as well: unequal
-ones cost more than their rows.
 """
 
-from typing import NamedTuple
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sglang_dflash.srt.speculative.cycle.plan import BatchRequests, CycleWork
-from sglang_dflash.srt.speculative.width.estimates import KNOWN, AcceptanceEstimate, CopyEstimate, CostTable
+from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
 
-# Numbers of requests to draft for, as shares of all.
-_SHARES = np.linspace(0, 1, 9)
+
+@dataclass(eq=False)
+class Costs:
+    """Seconds of verifying and of drafting, as start-up measured them.
+
+    They are linear between two loads, and grow in proportion beyond the last.
+    """
+
+    loads: Any  # numbers of requests that were measured, ascending. [L]
+    verify_lens: Any  # slots per request that were measured, ascending. [W]
+    verify: np.ndarray  # seconds of a cycle without its draft. [L, W]
+    draft: np.ndarray  # seconds of drafting for all requests. [L]
+    # Seconds of a cycle in which every other request, the first included, has a whole block, and the rest
+    # verify nothing. [L] None: those of its rows and its draft.
+    mixed: np.ndarray | None = None
+    sizes: Sequence[int] = ()  # rows that a verify is padded to, ascending. Empty: it is not padded
+    context: int = 0  # committed tokens of a request in the measurement
+    seconds_per_token: float = 0.0  # of each committed token beyond them
+
+    def __post_init__(self) -> None:
+        self.loads, self.verify_lens = np.asarray(self.loads), np.asarray(self.verify_lens)
+        # More work takes no less time, and other processes only add to it: a peak is noise.
+        self.verify, self.draft = _lowered(self.verify), _lowered(self.draft)
+        self._ragged = np.zeros(len(self.loads))
+        for i, n in enumerate(self.loads.tolist() if self.mixed is not None else ()):
+            whole, (of_rows, of_drafts, _) = (n + 1) // 2, self._compute(n)
+            of_parts = of_rows[whole * (self.verify_lens[-1] - 1)] + of_drafts[whole]
+            self._ragged[i] = max(0.0, self.mixed[i] - of_parts)
+        self._of_load = functools.lru_cache(maxsize=1024)(self._compute)
+
+    def of_load(self, n: int, extra_context: int = 0) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the seconds of the parts of a cycle of n requests.
+
+        They verify 0 .. n K drafted tokens, draft for 0 .. n requests, and have unequal lengths.
+        `extra_context` is the committed tokens of all requests beyond n times `context`.
+        """
+        verify, draft, ragged = self._of_load(n)
+        # With shorter contexts than at start-up, the part that is not attention stays.
+        return np.maximum(verify + self.seconds_per_token * extra_context, verify / 2), draft, ragged
+
+    def _compute(self, n: int) -> tuple[np.ndarray, np.ndarray, float]:
+        drafted = np.arange(n * (self.verify_lens[-1] - 1) + 1)
+        verify = np.interp(drafted, n * (self.verify_lens - 1), self._at(n, self.verify))
+        if len(self.sizes):
+            sufficient = np.searchsorted(self.sizes, n + drafted).clip(max=len(self.sizes) - 1)
+            verify = verify[np.maximum(np.take(self.sizes, sufficient) - n, drafted).clip(max=drafted[-1])]
+        draft = np.array([0.0, *(self._at(m, self.draft) for m in range(1, n + 1))])
+        return verify, draft, float(self._at(n, self._ragged))
+
+    def _at(self, n: int, table: np.ndarray) -> np.ndarray:
+        """Read a table [L, ...] at a load."""
+        index = np.interp(n, self.loads, np.arange(len(self.loads)))
+        below, above = table[int(index)], table[int(np.ceil(index))]
+        return (below + index % 1 * (above - below)) * max(1.0, n / self.loads[-1])
+
+
+def _lowered(table: np.ndarray) -> np.ndarray:
+    """Lower entries to those of more work, along each axis."""
+    for axis in range(table.ndim):
+        table = np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
+    return table
+
+
+_START_UP, _LEAST_WEIGHT = 6, 0.05  # comparisons that start-up counts for; the least weight of one
+_LATEST = 0.4  # weight of the latest cycle in an average
+_MOST = np.log(2)  # by which a cycle differs from those before it. More is a stall
+
+
+class Pace:
+    """The seconds of plain cycles beside those of others, over what start-up says.
+
+    All that a choice depends on is this ratio. It is learned where cycles of one kind follow the other: a
+    slower machine is slower for both, and changes no choice.
+
+    Attributes:
+        log_ratio: its logarithm.
+    """
+
+    def __init__(self) -> None:
+        self.log_ratio = self._seen = self._plain_share = 0.0
+        self._level: float | None = None  # of the latest cycles: seconds over those expected, as a logarithm
+
+    def observe(self, is_plain: bool, expected: float, seconds: float) -> None:
+        """Learn from a cycle that takes `expected` seconds by start-up's measurement."""
+        error = np.log(seconds / expected) - self.log_ratio * is_plain
+        if self._level is None:
+            self._level, self._plain_share = error, float(is_plain)
+        surprise, contrast = np.clip(error - self._level, -_MOST, _MOST), is_plain - self._plain_share
+        self._seen += contrast**2
+        self.log_ratio += surprise * contrast * max(1 / (_START_UP + self._seen), _LEAST_WEIGHT)
+        self._level += _LATEST * surprise
+        self._plain_share += _LATEST * contrast
+
+
+# Before any label: high, because what is never verified is never learned.
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2
+_MEMORY = 1 - 1 / 300  # of the average, per label
+_OWN_WEIGHT, _OWN_MEMORY = (
+    6,
+    0.97,
+)  # labels that the average counts for beside a request's; what a block keeps
+
+
+class Acceptance:
+    """s_ik of drafted tokens: the labels of each request, shrunk to the average of all.
+
+    A verified block labels its drafted tokens: 1 if accepted, 0 for the first that was not, none after it.
+
+    Args:
+        num_rows: of the request table.
+        max_draft_tokens: K.
+    """
+
+    def __init__(self, num_rows: int, max_draft_tokens: int):
+        self._labels, self._accepted = np.zeros((2, max_draft_tokens))
+        self._own_labels, self._own_accepted = np.zeros((2, num_rows, max_draft_tokens))
+        self._steps = np.arange(max_draft_tokens)
+
+    @property
+    def averages(self) -> np.ndarray:
+        """Probability that a token is accepted if those before it are. [K]
+
+        Before any label a step is as good as the one before it.
+        """
+        averages, before = np.empty_like(self._labels), _PRIOR
+        for k, (labels, accepted) in enumerate(zip(self._labels, self._accepted, strict=True)):
+            averages[k] = before = (accepted + _PRIOR_WEIGHT * before) / (labels + _PRIOR_WEIGHT)
+        return averages.clip(1e-3, 1 - 1e-3)
+
+    def reset(self, rows: np.ndarray) -> None:
+        """Start new requests in these rows."""
+        self._own_labels[rows] = self._own_accepted[rows] = 0.0
+
+    def survival(self, rows: np.ndarray) -> np.ndarray:
+        """Return s_ik [n, K] of requests in these rows of the request table, [n]."""
+        accepted = self._own_accepted[rows] + _OWN_WEIGHT * self.averages
+        return (accepted / (self._own_labels[rows] + _OWN_WEIGHT)).cumprod(axis=1)
+
+    def learn(self, rows: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Learn from `accepted` of the `verified` drafted tokens of requests in `rows`, each [n]."""
+        is_label = self._steps < np.minimum(accepted + 1, verified)[:, None]
+        is_accepted = self._steps < np.minimum(accepted, verified)[:, None]
+        memory = np.where(verified > 0, _OWN_MEMORY, 1.0)[:, None]
+        self._own_labels[rows] = memory * self._own_labels[rows] + is_label
+        self._own_accepted[rows] = memory * self._own_accepted[rows] + is_accepted
+        labels = is_label.sum(axis=0)
+        self._labels = _MEMORY**labels * self._labels + labels
+        self._accepted = _MEMORY**labels * self._accepted + is_accepted.sum(axis=0)
+
+
+UNKNOWN_MATCH = 1  # length of a match if the host does not know whether there is one
+# Probability that a copied token is right, by the length of the match before it, of 120,000 matches in the
+# stored answers of SmolLM2 (models/training/prompts). The lengths begin at SHORTEST_MATCH.
+_OF_MATCHES = (0.6, 0.7, 0.74, 0.77, 0.8, 0.82, 0.84, 0.86, 0.88, 0.89, 0.9, 0.91, 0.92, 0.96)
+_COPY_PROBS = np.array([0, *[0.1] * (SHORTEST_MATCH - 1), *_OF_MATCHES])
+
+
+def copy_survival(matches: np.ndarray, max_draft_tokens: int) -> np.ndarray:
+    """Return s_ik [n, K] of copies, 0 without a match, for lengths of matches [n].
+
+    A right token makes the match longer by one.
+    """
+    lengths = np.minimum(matches[:, None] + np.arange(max_draft_tokens), LONGEST_MATCH)
+    return _COPY_PROBS[lengths].cumprod(axis=1) * (matches > 0)[:, None]
+
+
+_SHARES = np.linspace(0, 1, 9)  # of the requests that may be drafted for
 
 
 def choose_lengths(
-    prefix_accept_prob: np.ndarray,
-    is_free: np.ndarray,
-    verify: np.ndarray,
-    draft: np.ndarray,
-    ragged_overhead: float = 0.0,
-) -> tuple[np.ndarray, float, float]:
+    survival: np.ndarray, is_free: np.ndarray, verify: np.ndarray, draft: np.ndarray, ragged: float = 0.0
+) -> tuple[np.ndarray, float]:
     """Choose how many drafted tokens of each request to verify.
 
-    Draft for the m requests that may gain most, and take the best slots of these, for every m and number of
-    slots.
+    The slots of all requests compete: draft for the m requests that may gain most, and take the slots with
+    the largest s_ik of these, for every m and number of slots. Within a request s never rises, so the chosen
+    slots are always a prefix. Equal lengths are compared as well, because unequal ones may cost more.
 
     Args:
-        prefix_accept_prob: s_ik, 0 for slots that must not be verified. [n, K]
+        survival: s_ik, 0 for slots that must not be verified. [n, K]
         is_free: requests whose blocks take no draft forward. [n] bool
         verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
         draft: seconds of drafting for m requests, m = 0 .. n.
-        ragged_overhead: further seconds of a cycle whose lengths differ.
+        ragged: further seconds of a cycle whose lengths differ.
 
     Returns:
-        Lengths L_i [n]; tokens that the cycle is expected to commit; its seconds.
+        Lengths L_i [n]; tokens per second that are expected of them.
     """
-    n, max_draft_tokens = prefix_accept_prob.shape
-    order = np.argsort(-prefix_accept_prob, axis=None, kind="stable")  # equals by position, not by request
-    slots, request = prefix_accept_prob.ravel()[order], order // max_draft_tokens
-    num_free = int(is_free.sum())
-    sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
-    all_may = int((prefix_accept_prob > 0).all(axis=0).sum())  # s falls along a request
-    length_of_all = np.arange(all_may + 1)  # if the lengths are equal
-    tokens_of_all = np.concatenate(([float(n)], prefix_accept_prob.sum(axis=0))).cumsum()[length_of_all]
-    seconds_of_all = verify[n * length_of_all] + np.where(length_of_all > 0, draft[n - num_free], 0.0)
-    best = int(np.argmax(tokens_of_all / seconds_of_all))
-    worth = prefix_accept_prob.sum(axis=1) + np.where(is_free, max_draft_tokens, 0)
+    (n, most), num_free = survival.shape, int(is_free.sum())
+    equal = np.arange((survival > 0).all(axis=0).sum() + 1)
+    seconds = verify[n * equal] + draft[n - num_free] * (equal > 0)
+    of_equal = np.concatenate(([n], survival.sum(axis=0))).cumsum()[equal] / seconds
+    length = int(of_equal.argmax())
+    order = np.argsort(-survival, axis=None, kind="stable")  # equals by position, not by request
+    slots, request = survival.ravel()[order], order // most
     rank = np.empty(n, dtype=int)
-    rank[np.argsort(-worth, kind="stable")] = np.arange(n)
+    rank[np.argsort(-survival.sum(axis=1) - most * is_free, kind="stable")] = np.arange(n)
+    sizes = np.unique(np.rint(_SHARES * (n - num_free)).astype(int))
     taken = (rank[request] < num_free + sizes[:, None]) & (slots > 0)
-    tokens = n + (slots * taken).cumsum(axis=1)
-    seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + ragged_overhead
-    row, last = np.unravel_index(np.argmax(tokens / seconds), tokens.shape)
-    if tokens[row, last] * seconds_of_all[best] <= tokens_of_all[best] * seconds[row, last] * (1 + 1e-9):
-        return np.full(n, best), float(tokens_of_all[best]), float(seconds_of_all[best])
-    lengths = np.bincount(request[: last + 1][taken[row, : last + 1]], minlength=n)
-    return lengths, float(tokens[row, last]), float(seconds[row, last])
-
-
-# Cycles from one trial of unknown costs to the next, for each request beside the first.
-_TRIAL_EVERY = 2
-# Cycles that a choice without copies lasts in an unchanged batch. On a CPU choosing takes a millisecond,
-# and a decode step 15 to 50.
-HOLD = 4
+    seconds = verify[taken.cumsum(axis=1)] + draft[sizes][:, None] + ragged
+    speeds = (n + (slots * taken).cumsum(axis=1)) / seconds
+    size, last = np.unravel_index(speeds.argmax(), speeds.shape)
+    if speeds[size, last] <= of_equal[length] * (1 + 1e-9):
+        return np.full(n, length), float(of_equal[length])
+    return np.bincount(request[: last + 1][taken[size, : last + 1]], minlength=n), float(speeds[size, last])
 
 
 class Choice(NamedTuple):
-    """A decision for n requests, and what it expects."""
+    """A decision for n requests."""
 
     lengths: np.ndarray  # drafted tokens to verify. [n]
     copies: np.ndarray  # which requests verify a copy instead. [n] bool
-    tokens: float  # committed by the cycle, of all requests
-    seconds: float
-    num_cycles: int = 1  # of an unchanged batch that it is for
-    draft_slots: int = 0  # of each block. 0: all
 
 
-class LengthChooser:
+_LEAST_GAIN = 1.03  # of tokens per second over a plain cycle's. Less is not worth the risk
+_FIRST_PROBE, _LAST_PROBE = 4, 100  # cycles from a probe to the next, at least and at most
+_PROBE_SHARE = 0.005  # of the time, that probes may cost
+
+
+class Policy:
     """Chooses verify lengths from costs and from what was accepted.
 
     Args:
-        costs: of a cycle. Its verify lengths are the candidates; the largest is the most a request verifies.
+        costs: of a cycle. The largest of its verify lengths is the most that a request verifies.
         num_rows: of the request table.
-        probe_share: share of the time that probes may cost.
         skips_draft: whether a copy may be verified without running the draft.
 
     Attributes:
-        drafts: what is known of the acceptance of drafted tokens.
-        copies: what is known of the acceptance of copied tokens.
-        max_draft_tokens: K, most drafted tokens to verify of a request.
-        num_probes: blocks or cycles that were verified to learn.
+        max_draft_tokens: K.
+        num_probes: cycles that differed from the best choice to learn.
     """
 
-    def __init__(self, costs: CostTable, num_rows: int, probe_share: float = 0.005, skips_draft: bool = True):
-        self.costs, self.max_draft_tokens = costs, int(costs.verify_lens[-1]) - 1
-        narrow_slots = [0, *costs.draft_slots.tolist()][-2]
-        self.drafts = AcceptanceEstimate(num_rows, self.max_draft_tokens, narrow_slots)
-        self.copies = CopyEstimate(self.max_draft_tokens)
-        self.num_rows, self._probe_share, self._skips_draft = num_rows, probe_share, skips_draft
-        self._turn = self.num_probes = self._cycles_without_choice = self._cycles_without_trial = 0
-        self._has_probed = False  # in the latest choice
-        self._credit = 0.0  # seconds that probes may cost
+    def __init__(self, costs: Costs, num_rows: int, skips_draft: bool = True):
+        self.costs, self.num_rows, self._skips_draft = costs, num_rows, skips_draft
+        self.max_draft_tokens = int(costs.verify_lens[-1]) - 1
+        self.acceptance, self.pace = Acceptance(num_rows, self.max_draft_tokens), Pace()
+        self.num_probes = self._turn = self._cycles_since_probe = 0
 
-    def choose(
-        self, requests: BatchRequests, extra_context: int, matches: np.ndarray, caps: np.ndarray
-    ) -> Choice:
-        """Return a choice or a probe for the next cycles.
+    def choose(self, rows: np.ndarray, extra_context: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
+        """Return the choice for the next cycle, or a probe.
 
         Args:
-            requests: of the batch.
+            rows: of the request table. [n]
             extra_context: committed tokens of all requests beyond those that costs were measured with.
             matches: lengths of the requests' matches, 0 without one, or `UNKNOWN_MATCH`. [n]
             caps: most drafted tokens that each request may accept. [n]
         """
-        self.count_cycle()
-        caps = np.minimum(caps, self.max_draft_tokens)
-        choice, *others = self._decide(requests, extra_context, matches, caps)
-        if not choice.copies.any():
-            choice = choice._replace(num_cycles=HOLD)
-        self._credit += self._probe_share * self._cycles_without_choice * choice.seconds
-        self._cycles_without_choice = 0
-        probe = choice
-        if not self._has_probed:
-            probe = self._probe(
-                choice, others=others, rows=requests.rows, extra_context=extra_context, caps=caps
-            )
-        # Costs are corrected by comparison with the cycles beside a probe, so these must be others.
-        self._has_probed = probe is not choice
-        return probe
-
-    def count_cycle(self) -> None:
-        """Count a cycle, whether or not it is chosen anew."""
-        self._cycles_without_choice += 1
-        self._cycles_without_trial += 1
-
-    def _decide(
-        self, requests: BatchRequests, extra_context: int, matches: np.ndarray, caps: np.ndarray
-    ) -> list[Choice]:
-        """Return the best choice. If nothing is copied, others of other draft widths follow."""
-        n, modes = len(requests.rows), requests.modes
-        verify, ragged_overhead = self.costs.verify(n, extra_context), self.costs.ragged_overhead(n)
-        is_allowed = np.arange(self.max_draft_tokens) < caps[:, None]
-        copied = np.zeros(is_allowed.shape)
-        if matches.any():
-            copied = np.where(is_allowed, self.copies.prefix_accept_probs(modes, matches), 0.0)
-        worth, choices = copied.sum(axis=1), []
-        for draft_slots in (0, *self.costs.draft_slots[:-1].tolist()):
-            draft, is_narrow = self.costs.draft(n, draft_slots), draft_slots > 0
-            drafted = self.drafts.prefix_accept_probs(requests.rows, modes, is_narrow)
-            drafted = np.where(is_allowed, drafted, 0.0)
-            # What the draft of a request costs, in tokens of a cycle at this price.
-            price = draft[-1] / verify[0] if self._skips_draft else 0.0
-            copies = (worth > 0) & (worth >= drafted.sum(axis=1) - price)
-            lengths, tokens, seconds = choose_lengths(
-                np.where(copies[:, None], copied, drafted),
-                is_free=copies & self._skips_draft,
-                verify=verify,
-                draft=draft,
-                ragged_overhead=ragged_overhead,
-            )
-            copies &= lengths > 0
-            choices.append(
-                Choice(lengths, copies=copies, tokens=tokens, seconds=seconds, draft_slots=draft_slots)
-            )
-            if copies.any():  # a copy fills a whole block, and so does the draft beside it
-                return choices[:1]
-        return sorted(choices, key=lambda choice: -choice.tokens / choice.seconds)
-
-    def work(self, choice: Choice, extra_context: int = 0) -> CycleWork:
-        """Return what a cycle of this choice does, with `extra_context` more committed tokens."""
-        lengths, is_drafted = choice.lengths, choice.lengths > 0
-        if self._skips_draft:
-            is_drafted = is_drafted & ~choice.copies
-        is_ragged = bool((lengths != lengths[0]).any())
-        return CycleWork(
-            requests=len(lengths),
-            verified=int(lengths.sum()),
-            drafted_for=int(is_drafted.sum()),
-            is_ragged=is_ragged,
-            extra_context=extra_context,
-            draft_slots=choice.draft_slots,
+        n, steps, caps = len(rows), np.arange(self.max_draft_tokens), np.minimum(caps, self.max_draft_tokens)
+        verify, draft, ragged = self.costs.of_load(n, extra_context)
+        verify[0] *= np.exp(self.pace.log_ratio)
+        is_allowed = steps < caps[:, None]
+        drafted = self.acceptance.survival(rows) * is_allowed
+        copied = copy_survival(matches, self.max_draft_tokens) * is_allowed
+        # What the draft of a request costs, in tokens of a plain cycle.
+        price = draft[-1] / verify[0] if self._skips_draft else 0.0
+        copies = (matches > 0) & (copied.sum(axis=1) >= drafted.sum(axis=1) - price)
+        survival = np.where(copies[:, None], copied, drafted)
+        lengths, speed = choose_lengths(
+            survival, is_free=copies & self._skips_draft, verify=verify, draft=draft, ragged=ragged
         )
+        if speed < _LEAST_GAIN * n / verify[0]:
+            lengths, speed = np.zeros(n, dtype=int), n / verify[0]
+        copies &= lengths > 0
+        self._cycles_since_probe += 1
+        probe = self._probe(lengths, is_whole=(lengths >= caps) | copies, rows=rows, caps=caps)
+        tokens = n + (survival * (steps < probe[:, None])).sum()
+        loss = 1 - tokens / self._seconds(Choice(probe, copies), verify, draft, ragged) / speed
+        latest = min(_FIRST_PROBE << min(self.num_probes, 8), _LAST_PROBE)
+        is_due = self._cycles_since_probe >= np.clip(loss / _PROBE_SHARE, _FIRST_PROBE, latest)
+        if is_due and (probe != lengths).any():
+            self.num_probes, self._cycles_since_probe = self.num_probes + 1, 0
+            if (wider := probe > lengths).any():
+                self._turn = int(rows[wider.argmax()]) + 1
+            lengths = probe
+        return Choice(lengths, copies & (lengths > 0))
 
-    def _probe(
-        self, choice: Choice, others: list[Choice], rows: np.ndarray, extra_context: int, caps: np.ndarray
-    ) -> Choice:
-        """Return the choice or, to learn what it costs and brings, something else.
+    def _probe(self, lengths: np.ndarray, is_whole: np.ndarray, rows: np.ndarray, caps: np.ndarray) -> Any:
+        """Return a whole block of one more request or, every fourth time, none at all.
 
-        A whole block of one more request, the cycle with the fewest rows and the `others` take turns, as far
-        as `probe_share` of the time pays. While the costs of one are not known, that one is tried, more
-        seldom with more requests. Requests verify at most `caps` drafted tokens. [n]
+        If that is what was chosen, return the other of the two.
         """
-        n = len(rows)
-        is_short = (choice.lengths < caps) & ~choice.copies
-        narrowest = np.minimum(caps, self.costs.verify_lens[0] - 1)
-        widest = np.where(is_short, caps, choice.lengths)
-        distance = np.where(is_short, (rows - self._turn) % self.num_rows, self.num_rows)
-        wider = np.where(np.arange(n) == distance.argmin(), widest, choice.lengths)
-        whole = choice._replace(num_cycles=1, draft_slots=0)
-        kinds = [whole._replace(lengths=wider), whole._replace(lengths=narrowest, tokens=n), *others]
-        tries = [self.costs.tries(self.work(kind)) for kind in kinds]
-        is_new = min(tries) < KNOWN and self._cycles_without_trial >= _TRIAL_EVERY * (n - 1)
-        turn = int(np.argmin(tries)) if is_new else self.num_probes % len(kinds)
-        in_turn = kinds[turn : turn + 1] if is_new else kinds[turn:] + kinds[:turn]
-        unlike = [kind for kind in in_turn if self._differ(kind, choice)]
-        if not self._probe_share or not unlike:
-            return choice
-        probe = unlike[0]
-        seconds = self.costs.expected(self.work(probe, extra_context))
-        price = 0.0 if is_new else max(seconds - choice.seconds * probe.tokens / choice.tokens, 0.0)
-        self._credit = min(self._credit, max(price, 3 * choice.seconds))
-        if self._credit < price:
-            return choice
-        self._credit -= price
-        self.num_probes += 1
-        self._cycles_without_trial *= not is_new
-        if probe.lengths is wider:
-            self._turn = int(rows[(wider > choice.lengths).argmax()]) + 1
-        return probe._replace(seconds=seconds)
+        distance = np.where(is_whole, self.num_rows, (rows - self._turn) % self.num_rows)
+        wider, none = lengths.copy(), np.zeros_like(lengths)
+        wider[distance.argmin()] = caps[distance.argmin()]
+        first, second = (none, wider) if self.num_probes % 4 == 3 else (wider, none)
+        return first if (first != lengths).any() else second
 
-    def _differ(self, one: Choice, other: Choice) -> bool:
-        """Return whether two choices verify other rows, or draft blocks of other widths."""
-        if (one.lengths != other.lengths).any():
-            return True
-        return one.draft_slots != other.draft_slots and self.work(one).drafted_for > 0
+    def seconds(self, choice: Choice, extra_context: int = 0) -> float:
+        """Return the seconds of a cycle by start-up's measurement."""
+        return self._seconds(choice, *self.costs.of_load(len(choice.lengths), extra_context))
+
+    def _seconds(self, choice: Choice, verify: np.ndarray, draft: np.ndarray, ragged: float) -> float:
+        lengths = choice.lengths
+        num_drafted = ((lengths > 0) & ~(choice.copies & self._skips_draft)).sum()
+        is_ragged = bool((lengths != lengths[0]).any())
+        return float(verify[lengths.sum()] + draft[num_drafted] + ragged * is_ragged)
