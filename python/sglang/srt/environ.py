@@ -4,6 +4,7 @@ Every child process inherits the variables. Command-line flags write them. Users
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,6 +68,13 @@ def _switch(name: str, is_extra: bool = False) -> Option[bool]:
     return Option(name, default=False, parse=parse, wanted="1 or 0", is_extra=is_extra)
 
 
+def _parse_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
+    if found is None:
+        raise ValueError(text)
+    return int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
+
+
 # Flags and variables that left, and what replaces them. `docs/dev/shelf.md` has the commits.
 _INSTEAD_OF_PLANS = (
     "on FlashInfer SGLANG_DFLASH_WAIT_UNDER_DRAFT=1 spares most of the same wait, with "
@@ -120,6 +128,13 @@ class DFlashOptions:
         lambda text: tuple(map(float, text.split(","))),
         "numbers separated by commas",
     )
+    # --speculative-record: a folder for finished requests, to train a draft on (`observability/record.py`).
+    RECORD: Option[str | None] = Option("SGLANG_DFLASH_RECORD", None, str)
+    # --speculative-record-share, of requests, and --speculative-record-limit, of the folder in bytes.
+    RECORD_SHARE = Option("SGLANG_DFLASH_RECORD_SHARE", 1.0, float, "a number")
+    RECORD_LIMIT = Option("SGLANG_DFLASH_RECORD_LIMIT", 2 * 10**9, _parse_bytes, "a size such as 500MB")
+    # --speculative-record-opt-in: record requests that ask for it alone.
+    RECORD_OPT_IN = _switch("SGLANG_DFLASH_RECORD_OPT_IN")
     # SGLang's built-in DFLASH serves: from the main process to its children, which report it.
     FALLBACK = _switch("SGLANG_DFLASH_FALLBACK")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.

@@ -4,6 +4,10 @@ import json
 import random
 import re
 import sys
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.error import HTTPError
 
 import plot_acceptance
 import pytest
@@ -158,8 +162,14 @@ def difference(after: Counts, before: Counts) -> Counts:
 
 
 @pytest.fixture(scope="module")
-def overlap_server(servers) -> Server:
-    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(), "--enable-metrics")
+def record(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("record")
+
+
+@pytest.fixture(scope="module")
+def overlap_server(servers, record) -> Server:
+    flags = ["--enable-metrics", "--speculative-record", record]
+    return servers.get(*FLOAT32, WHOLE_BLOCKS, *dflash_arguments(), *flags)
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +189,56 @@ def test_overlap_counts_at_most_one_block_more_per_request(overlap_server):
     assert beyond.drafted == beyond.drafts * (BLOCK_SIZE - 1)
     assert beyond.accepted == sum(beyond.accepted_at)
     assert all(0 <= at <= beyond.drafts for at in beyond.accepted_at)
+
+
+@pytest.mark.server
+def test_requests_are_recorded_as_they_were_answered(overlap_server, record):
+    """Ends by length, stop token and stop string, a refusal to be recorded, and a choice that is none."""
+    prompt = [*range(40, 60)]
+    sent = [
+        {"max_new_tokens": 30, "ignore_eos": True},
+        {"max_new_tokens": 30, "custom_params": {"speculative_record": False}},
+        {"max_new_tokens": 1},
+        {"max_new_tokens": 200, "temperature": 1.0, "stop": [" ", "e"]},
+        {"max_new_tokens": 30, "regex": "[a-z]+"},
+    ]
+    before = overlap_server.get("/server_info")["internal_states"][0]["speculative_record"]
+    answers = [
+        overlap_server.generate(input_ids=[number, *prompt], sampling_params={"temperature": 0, **params})
+        for number, params in enumerate(sent)
+    ]
+    for _ in range(1000):  # the answer comes before the line
+        found = overlap_server.get("/server_info")["internal_states"][0]["speculative_record"]
+        if found["requests"] == before["requests"] + 3:
+            break
+        time.sleep(0.05)
+    rows = [json.loads(line) for file in record.iterdir() for line in file.open()]
+    assert found["requests"] == len(rows) and found["tokens"] == sum(len(row["input_ids"]) for row in rows)
+    assert found["dropped"] == 0 and found["folder"] == str(record)
+    assert found["bytes"] == sum(file.stat().st_size for file in record.iterdir())
+    by_first = {row["input_ids"][0]: row for row in rows if row["input_ids"][1:21] == prompt}
+    assert by_first.keys() == {0, 3, 4}
+    for number, row in by_first.items():
+        answer, meta = answers[number], answers[number]["meta_info"]
+        assert row["input_ids"] == [number, *prompt, *answer["output_ids"]]
+        assert row["loss_mask"] == [0] * 21 + [1] * meta["completion_tokens"]
+        assert len(row["accept_lens"]) == len(row["drafted"]) == meta["spec_verify_ct"]
+        histogram = Counter(length - 1 for length in row["accept_lens"])
+        assert [histogram[k] for k in range(max(histogram) + 1)] == meta["spec_correct_drafts_histogram"]
+        assert set(row["drafted"]) == {BLOCK_SIZE - 1}
+        assert row["constrained"] == ("regex" in sent[number])
+        assert row["temperature"] == sent[number].get("temperature", 0.0)
+    samples = {
+        s.name: s.value for f in text_string_to_metric_families(page(overlap_server)) for s in f.samples
+    }
+    names = "recorded_requests", "recorded_tokens", "record_dropped"
+    assert [samples[f"sglang:spec_{name}_total"] for name in names] == [
+        found[name] for name in ("requests", "tokens", "dropped")
+    ]
+    with pytest.raises(HTTPError, match="400"):
+        overlap_server.generate(
+            input_ids=prompt, sampling_params={"custom_params": {"speculative_record": "no"}}
+        )
 
 
 @pytest.mark.server

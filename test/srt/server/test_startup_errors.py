@@ -68,6 +68,13 @@ STARTS: dict[str, Callable[[Path], Start]] = {
         *("--speculative-adaptive", "--speculative-adaptive-config", "/no/widths.json"),
         says=("--speculative-adaptive-config", "/no/widths.json", "cannot be read"),
     ),
+    "a record in a file": with_flags(
+        "--speculative-record", __file__, says=("--speculative-record", __file__)
+    ),
+    "a record without a draft": lambda _: (
+        [*MODEL, "--speculative-record", "records"],
+        ("--speculative-record needs --speculative-algorithm DFLASH",),
+    ),
     "no draft given": lambda _: ([*MODEL, "--speculative-algorithm", "DFLASH"], (DRAFT_FLAG,)),
     "draft path missing": without_draft("/no/draft/here"),
     # As in the README's command: it looks like a name on the Hugging Face hub.

@@ -33,6 +33,7 @@ BUILTIN_LACKS = (
 OPTIONS_OF_OURS: dict[str, Option[Any]] = {
     "--speculative-copy-ahead": DFlashOptions.COPY_AHEAD,
     "--speculative-draft-sample-method": DFlashOptions.DRAFT_SAMPLE_METHOD,
+    "--speculative-record": DFlashOptions.RECORD,
     DFlashOptions.WAIT_UNDER_DRAFT.variable: DFlashOptions.WAIT_UNDER_DRAFT,
     DFlashOptions.SIMULATE_ACC_LENS.variable: DFlashOptions.SIMULATE_ACC_LENS,
 }

@@ -7,10 +7,12 @@ one, else an option of `DFlashOptions`.
 import argparse
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option
+from sglang_dflash.srt.observability.record import FILE_BYTES
 from sglang_dflash.srt.patching import LOAD, patches
 from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, AdaptiveSettings
 
@@ -121,6 +123,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         option="STRICT",
     )
     add(
+        "--speculative-record",
+        "Write each finished request to this folder, to train a draft on the server's traffic: prompt and "
+        "answer as token ids, in the input format of `speculators prepare-data`. It is personal data.",
+        action=_SetOption,
+        metavar="DIR",
+    )
+    add(
+        "--speculative-record-share",
+        "Share of requests to record, 0 to 1 (default: 1).",
+        action=_SetOption,
+    )
+    add(
+        "--speculative-record-limit",
+        "Size of the record, whose oldest files go first (default: 2GB).",
+        action=_SetOption,
+    )
+    add(
+        "--speculative-record-opt-in",
+        'Record requests with custom_params {"speculative_record": true} alone. By default all but those '
+        "with false.",
+        action=_TurnOn,
+        option="RECORD_OPT_IN",
+    )
+    add(
         "--no-speculative-adaptive",
         "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
         "off; on a GPU that needs --speculative-adaptive, and begins at the load from which rows cost.",
@@ -212,6 +238,28 @@ def check_simulated_lens(block_size: int) -> None:
             f"{option.variable} must be from 1, the bonus token, to {block_size}, the whole block, got "
             f"{','.join(map(str, means))}."
         )
+
+
+def check_record_options() -> None:
+    """Raise ValueError if the record cannot be written as it was requested."""
+    folder, share, limit = (
+        option.get()
+        for option in (DFlashOptions.RECORD, DFlashOptions.RECORD_SHARE, DFlashOptions.RECORD_LIMIT)
+    )
+    if not 0 <= share <= 1:
+        raise ValueError(f"--speculative-record-share must be from 0 to 1, got {share:g}.")
+    if limit < FILE_BYTES:
+        raise ValueError(
+            f"--speculative-record-limit must be a file's {FILE_BYTES} bytes or more, got {limit}."
+        )
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--speculative-record {folder}: cannot be written: {error}.") from error
 
 
 def resolve_basic_mode(args: Any) -> dict[str, Any]:

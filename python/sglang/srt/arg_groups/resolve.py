@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sglang_dflash.srt.arg_groups.fallback import fall_back
 from sglang_dflash.srt.arg_groups.options import (
+    check_record_options,
     check_simulated_lens,
     resolve_adaptive,
     resolve_basic_mode,
@@ -138,6 +139,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     refuse_variables_that_left()
     check_simulated_lens(block_size)
     check_copy_ahead(block_size)
+    check_record_options()
     max_running_requests = args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS
     check_kept_rows(args, max_running_requests, block_size)
     is_recurrent = mambaish_config(target_model) is not None

@@ -76,6 +76,9 @@ class DFlashMetrics:
         self._undrafted = counter(
             "cycles_without_draft", "Cycles without a draft forward, as all requests copied."
         )
+        self._recorded = counter("recorded_requests", "Requests written to the record.")
+        self._recorded_tokens = counter("recorded_tokens", "Tokens written to the record, prompts included.")
+        self._unrecorded = counter("record_dropped", "Requests that could not be written to the record.")
         fallbacks = counter("fallbacks", "Blocks that took another path than requested.", "reason")
         self._fallbacks = {reason: fallbacks.labels(**labels, reason=reason) for reason in FALLBACKS}
 
@@ -152,6 +155,12 @@ class DFlashMetrics:
     def count_undrafted(self, cycles: int) -> None:
         if self._enabled:
             self._undrafted.inc(cycles)
+
+    def count_recorded(self, tokens: int) -> None:
+        """Count a request that was written to the record with so many tokens, or with 0 dropped."""
+        if self._enabled:
+            (self._recorded if tokens else self._unrecorded).inc()
+            self._recorded_tokens.inc(tokens)
 
     def count_fallback(self, reason: str, blocks: int) -> None:
         """Count blocks that fell back, and log each reason of FALLBACKS once."""

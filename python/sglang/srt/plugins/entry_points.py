@@ -103,6 +103,9 @@ def resolve_speculative_decoding(server_args: Any, previous: Any) -> None:
     if (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH":
         with refusing():
             return _resolve_dflash(server_args, previous)
+    if DFlashOptions.RECORD.get() is not None:
+        with refusing():
+            raise ValueError("--speculative-record needs --speculative-algorithm DFLASH, which records.")
     previous(server_args)
 
 

@@ -24,6 +24,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     DETOKENIZER: ("plugins.streams",),
     WORKER: (
         "plugins.server_info",
+        "observability.traffic",
         "models.quantized_linear",
         "layers.attention.ragged_rows",
         "speculative.targets.kinds",

@@ -42,7 +42,7 @@ def add_reports(original: Callable[[Any, dict], None], controller: Any, state: d
     """Report in /server_info who serves and why, and what is in force.
 
     `speculative_width` is added if the width is chosen per cycle, `speculative_copy_ahead` if copies are
-    proposed.
+    proposed, `speculative_record` if requests are recorded.
     """
     original(controller, state)
     scheduler = controller.scheduler

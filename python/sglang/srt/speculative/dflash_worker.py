@@ -28,6 +28,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 from sglang_dflash.srt.compat import resolve_draft_layout
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.observability.traffic import start_recording
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
@@ -91,6 +92,7 @@ class DFlashWorker(BaseSpecWorker):
         self.tp_sync = SpecTpSync(get_dp_tp_group())
         self._lengths: LengthChooser = WholeBlocks(self.block_size)
         self._in_flight = CyclesInFlight()
+        self._recorder = start_recording(target_worker, self.metrics.count_recorded)
         self.observers: list[CycleObserver] = []
         route_weight_updates(target_runner, draft_runner)
 
@@ -180,6 +182,7 @@ class DFlashWorker(BaseSpecWorker):
         return {
             "speculative_width": self._lengths.report(),
             "speculative_copy_ahead": self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {},
+            "speculative_record": dict(self._recorder.writer.counts) if self._recorder else {},
         }
 
     def weight_update_runners(self):
@@ -194,6 +197,8 @@ class DFlashWorker(BaseSpecWorker):
         cycle = self._in_flight.complete(accept_lens)
         max_accept = cycle.plan.max_accept.tolist()
         self.metrics.count_verified(accept_lens, max_accept)
+        if self._recorder is not None:
+            self._recorder.on_cycle(cycle.reqs, accept_lens, max_accept)
         self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
         self._lengths.on_accept_lens(accept_lens, cycle.proposals)
 
@@ -263,7 +268,7 @@ class DFlashWorker(BaseSpecWorker):
         result, proposals = self.run_cycle(
             batch, plan=plan, matches=matches, on_publish=on_publish, grammar_barrier=grammar_barrier
         )
-        self._in_flight.launch(CycleInFlight(plan, proposals))
+        self._in_flight.launch(CycleInFlight(plan, proposals, [*batch.reqs]))
         self._lengths.on_launched()
         return result
 

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_exec, get_serving, get_spec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.configs.fields import short_repr
+from sglang_dflash.srt.observability.traffic import check_record_choice
 from sglang_dflash.srt.patching import FRONT_END, WORKER, patches
 from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
 
@@ -288,6 +289,7 @@ def find_problem(request: Any, model: Any) -> str | None:
     try:
         params.verify(model.vocab_size)
         check_cap(params.custom_params)
+        check_record_choice(params.custom_params)
     except (TypeError, ValueError) as error:
         return str(error)
     for name, values, least, most in (

@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dflash.srt.arg_groups import options
-from sglang_dflash.srt.arg_groups.options import add_flags, check_simulated_lens, resolve_adaptive
+from sglang_dflash.srt.arg_groups.options import (
+    add_flags,
+    check_record_options,
+    check_simulated_lens,
+    resolve_adaptive,
+)
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
 from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option, refuse_variables_that_left
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
@@ -50,6 +55,7 @@ def test_other_methods_are_refused_by_name(parser, method, capsys):
     [
         ("--speculative-copy-ahead", DFlashOptions.COPY_AHEAD),
         ("--speculative-dflash-strict", DFlashOptions.STRICT),
+        ("--speculative-record-opt-in", DFlashOptions.RECORD_OPT_IN),
     ],
 )
 def test_switches_are_off_unless_asked_for(parser, monkeypatch, flag, option):
@@ -115,6 +121,37 @@ def test_lengths_that_cannot_be_simulated_are_refused(monkeypatch, means, enviro
         monkeypatch.delenv(name)
     monkeypatch.setenv(variable, "16,1,4.2")
     check_simulated_lens(block_size=16)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--speculative-record-share", "1.5"], "--speculative-record-share must be from 0 to 1, got 1.5"),
+        (["--speculative-record-share", "-0.1"], "from 0 to 1, got -0.1"),
+        (["--speculative-record-share", "nan"], "from 0 to 1, got nan"),
+        (["--speculative-record-share", "half"], "must be a number, got 'half'"),
+        (["--speculative-record-limit", "7MB"], "--speculative-record-limit must be .* got 7000000"),
+        (["--speculative-record-limit", "2 gigs"], "a size such as 500MB, got '2 gigs'"),
+        (["--speculative-record-limit", "inf"], "a size such as 500MB, got 'inf'"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused(parser, tmp_path, arguments, words):
+    check_record_options()  # nobody asked
+    folder = tmp_path / "deep" / "record"
+    parser.parse_args(["--speculative-record", str(folder), "--speculative-record-limit", "0.5GB"])
+    check_record_options()
+    assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
+    assert DFlashOptions.RECORD_LIMIT.get() == 5 * 10**8
+    parser.parse_args(arguments)
+    with pytest.raises(ValueError, match=words):
+        check_record_options()
+
+
+def test_a_record_without_a_place_is_refused(parser, tmp_path):
+    (tmp_path / "file").touch()
+    parser.parse_args(["--speculative-record", str(tmp_path / "file")])
+    with pytest.raises(ValueError, match=f"--speculative-record {tmp_path}/file: cannot be written"):
+        check_record_options()
 
 
 def test_adaptive_width_learns_from_lengths_by_request(parser, monkeypatch):

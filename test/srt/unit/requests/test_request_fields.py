@@ -147,7 +147,7 @@ def backends(monkeypatch):
 
 GOOD = (
     ({"stop_token_ids": {0, 99}, "top_k": 1 << 30, "min_p": 0.5, "regex": "a+"}, {}),
-    ({"top_k": 2**31 - 1, "custom_params": {"speculative_max_tokens": 0}}, {}),
+    ({"top_k": 2**31 - 1, "custom_params": {"speculative_max_tokens": 0, "speculative_record": False}}, {}),
     ({"logit_bias": {"0": 1.0, "99": -1.0}}, {"top_logprobs_num": 100, "token_ids_logprob": [0, 99]}),
     ({}, {"logprob_start_len": 0}),
 )
@@ -166,6 +166,7 @@ BAD = (
         ("speculative_max_tokens is a", {"custom_params": {"speculative_max_tokens": cap}}, {})
         for cap in (-1, 2.5, True, "3", None, [1])
     ),
+    ("speculative_record is true or false", {"custom_params": {"speculative_record": 1}}, {}),
     ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": 10**6}),
     ("top_logprobs_num", {}, {"return_logprob": True, "top_logprobs_num": -1}),
     ("token_ids_logprob", {}, {"return_logprob": True, "token_ids_logprob": [5, 10**6]}),

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,10 +68,12 @@ class CycleInFlight:
     Attributes:
         plan: what it drafts and verifies.
         proposals: sources of the blocks. None: no text was searched.
+        reqs: SGLang's requests, one a block.
     """
 
     plan: CyclePlan
     proposals: Proposals | None = None
+    reqs: Sequence[Any] = ()
 
 
 class CyclesInFlight:
