@@ -2,10 +2,15 @@
 
     python -m sglang_dflash.doctor --model-path TARGET --draft DRAFT [--measure] [--prompts FILE] [--json]
     [--html FILE] [--num-draft-tokens N]
+    python -m sglang_dflash.doctor --model-path TARGET --compare SERVED NEW --texts FILE [--general FILE]
+    [--json]
     python -m sglang_dflash.doctor --serve "COMMAND OF A SERVER" [--device cuda] [--json]
 
 Configs and tensor headers are examined first. `--measure` then loads both models in plain PyTorch and decodes
 some prompts. Exit status: 0 nothing found (notes do not count), 1 a fault is named, 2 nothing to examine.
+
+`--compare` says whether a new draft should take a served one's place. Exit status: 0 it should, 1 it should
+not, 2 they cannot be compared.
 
 `--serve` resolves the flags as a server does, and loads no weights. Exit status: 0 ours serves, 1 SGLang's
 built-in DFLASH serves, 2 neither does.
@@ -48,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             0
     """
     args = _parse(arguments)
+    run = _compare if args.compare else _examine if args.serve is None else _serve
     try:
-        return _examine(args) if args.serve is None else _serve(args)
+        return run(args)
     except (BadInput, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
@@ -63,6 +69,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model-path", help="the target, a directory or a hub id")
     add("--draft", help="the DFlash or P-EAGLE draft, a directory or a hub id")
     add("--serve", metavar="COMMAND", help="say who would serve this command line of launch_server, and how")
+    help_compare = "say whether draft NEW should take the place of draft SERVED"
+    add("--compare", nargs=2, metavar=("SERVED", "NEW"), help=help_compare)
+    help_texts = "for --compare: a record, of which a tenth is held out, or prompts as of --prompts"
+    add("--texts", type=Path, metavar="FILE", help=help_texts)
+    add("--general", type=Path, metavar="FILE", help="for --compare: texts on which NEW may not be worse")
     add("--measure", action="store_true", help="load both models, decode some prompts, report the acceptance")
     help_prompts = 'JSON lines with "text" or "messages"; implies --measure'
     add("--prompts", type=Path, metavar="FILE", help=help_prompts)
@@ -75,8 +86,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", help="for --measure and --serve (default: cuda if there is one)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
     args = parser.parse_args(arguments)
-    if args.serve is None and (args.model_path is None or args.draft is None):
-        parser.error("--model-path and --draft are needed, or --serve")
+    if args.compare and (args.model_path is None or args.texts is None):
+        parser.error("--compare needs --model-path and --texts")
+    if not args.compare and args.serve is None and (args.model_path is None or args.draft is None):
+        parser.error("--model-path and --draft are needed, or --compare, or --serve")
     if args.max_new_tokens < 2:
         parser.error("--max-new-tokens must be at least 2")
     if args.num_draft_tokens is not None and args.num_draft_tokens < 2:
@@ -84,6 +97,31 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     implied = any(value is not None for value in (args.prompts, args.html, args.num_draft_tokens))
     args.measure = args.measure or implied
     return args
+
+
+def _compare(args: argparse.Namespace) -> int:
+    import torch
+
+    from sglang_dflash.srt.doctor import compare
+
+    target = Checkpoint.open(args.model_path, with_tensors=False)
+    served, new = (Pair(target, Checkpoint.open(path, with_tensors=True)) for path in args.compare)
+    for path in filter(None, (args.texts, args.general)):
+        if not path.exists():
+            raise BadInput(f"{path}: no such file")
+    dtype = getattr(torch, args.dtype)
+    gate = compare.Gate(served, new=new, max_new_tokens=args.max_new_tokens, device=args.device, dtype=dtype)
+    own = gate.measure(args.texts)
+    general = None if args.general is None else gate.measure(args.general)
+    against = compare.objections(own, general)
+    say = partial(print, file=sys.stderr if args.json else sys.stdout)
+    if gate.skipped:
+        say(f"Skipped {gate.skipped} lines that are cut short, or no row of a record.")
+    say(compare.describe(own, general, against))
+    if args.json:
+        measured = {"own": own.as_json(), "general": general and general.as_json()}
+        print(json.dumps({**measured, "objections": against, "skipped": gate.skipped}, indent=1))
+    return int(bool(against))
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -113,20 +113,20 @@ def observe(
 ) -> TargetTranscripts:
     """Decode the prompts greedily, and some branches. Raises BadInput."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    target, tokenizer = _load_target(checkpoint, device, dtype)
-    prompt_ids = [_encode(prompt, tokenizer, checkpoint.name) for prompt in prompts]
-    answers = _continue(target, prompt_ids, max_new_tokens, 0.0)
+    target, tokenizer = load_target(checkpoint, device, dtype)
+    prompt_ids = [encode(prompt, tokenizer, checkpoint.name) for prompt in prompts]
+    answers = continue_texts(target, prompt_ids, max_new_tokens, 0.0)
     roots = prompt_ids * SAMPLES_PER_PROMPT
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sampled = _continue(target, roots, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
+        sampled = continue_texts(target, roots, SAMPLE_TOKENS, SAMPLE_TEMPERATURE)
     stubs = [
         ids[:cut]
         for ids, root in zip(sampled, roots, strict=True)
         for cut in range(len(root) + BRANCH_EVERY // 2, len(ids), BRANCH_EVERY)
     ]
     texts = _capture_all(target, answers, prompt_ids)
-    branches = _capture_all(target, _continue(target, stubs, BRANCH_TOKENS, 0.0), stubs)
+    branches = _capture_all(target, continue_texts(target, stubs, BRANCH_TOKENS, 0.0), stubs)
     if not texts:
         raise BadInput(
             f"{checkpoint.name}: ends every answer at once, so there is nothing to measure; "
@@ -194,7 +194,7 @@ def findings(measured: Measurement) -> Iterator[Finding]:
         )
 
 
-def _load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -247,7 +247,7 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
     )
 
 
-def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
+def encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
     if "messages" not in prompt:
         return tokenizer(prompt["text"]).input_ids or [tokenizer.eos_token_id]
     messages = prompt["messages"]
@@ -262,7 +262,7 @@ def _encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
 
 
 @torch.no_grad()
-def _continue(
+def continue_texts(
     target: Any, prompts: Sequence[list[int]], new_tokens: int, temperature: float
 ) -> list[list[int]]:
     """Return each prompt with at most `new_tokens` new tokens, up to its first stop token."""
