@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from pass_dtype import PASS_DTYPE
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -39,14 +40,18 @@ def spread_layers(num_layers: int, count: int = 5) -> list[int]:
 
 
 class PackedLinear:
-    """A bias-free bfloat16 linear layer whose weight is packed for oneDNN."""
+    """A bias-free linear layer in `PASS_DTYPE`. A bfloat16 weight is packed for oneDNN."""
 
     def __init__(self, *weights: torch.Tensor):
-        weight = torch.cat(weights).to(torch.bfloat16).contiguous()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+        self.weight = torch.cat(weights).to(PASS_DTYPE).contiguous()
+        self.is_packed = PASS_DTYPE == torch.bfloat16
+        if self.is_packed:
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, 64)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        if self.is_packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return F.linear(x, self.weight)
 
 
 class BatchedLlama:
@@ -62,26 +67,26 @@ class BatchedLlama:
         self.num_layers, self.hidden = config["num_hidden_layers"], config["hidden_size"]
         self.head_dim, self.eps = config["head_dim"], config["rms_norm_eps"]
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-        self.embedding = weights["model.embed_tokens.weight"]
-        self.head, self.norm = PackedLinear(self.embedding), weights["model.norm.weight"]
+        self.embedding = weights["model.embed_tokens.weight"].to(PASS_DTYPE)
+        self.head, self.norm = PackedLinear(self.embedding), weights["model.norm.weight"].to(PASS_DTYPE)
         self.layers = [self._layer(weights, number) for number in range(self.num_layers)]
         self.captured = spread_layers(self.num_layers)
         shape = (self.num_layers, slots, self.kv_heads, length, self.head_dim)
         self.keys, self.values = (
-            torch.zeros(shape, dtype=torch.bfloat16),
-            torch.zeros(shape, dtype=torch.bfloat16),
+            torch.zeros(shape, dtype=PASS_DTYPE),
+            torch.zeros(shape, dtype=PASS_DTYPE),
         )
         self.states = torch.zeros(slots, length, (len(self.captured) + 1) * self.hidden, dtype=torch.bfloat16)
         inverse = theta ** (-torch.arange(0, self.head_dim, 2).float() / self.head_dim)
         angles = torch.arange(length).float()[:, None] * torch.cat((inverse, inverse))
-        self.cos, self.sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+        self.cos, self.sin = angles.cos().to(PASS_DTYPE), angles.sin().to(PASS_DTYPE)
 
     @staticmethod
     def _layer(weights: dict, number: int) -> tuple:
         """Return the norms and packed projections of one layer, in the order of their use."""
 
         def get(name: str) -> torch.Tensor:
-            return weights[f"model.layers.{number}.{name}.weight"]
+            return weights[f"model.layers.{number}.{name}.weight"].to(PASS_DTYPE)
 
         return (
             get("input_layernorm"),
@@ -93,7 +98,7 @@ class BatchedLlama:
         )
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return weight * F.rms_norm(x.float(), (self.hidden,), eps=self.eps).to(torch.bfloat16)
+        return weight * F.rms_norm(x.float(), (self.hidden,), eps=self.eps).to(PASS_DTYPE)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply RoPE to x [N, heads, D] at positions [N]."""
@@ -141,7 +146,7 @@ class BatchedLlama:
             if number in self.captured:
                 kept.append(x)
         x = self._norm(x, self.norm)
-        self.states[slots, positions] = torch.cat((*kept, x), dim=-1)
+        self.states[slots, positions] = torch.cat((*kept, x), dim=-1).to(self.states.dtype)
         return x
 
 

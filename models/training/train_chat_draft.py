@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from chat_rollouts import shard_paths, spread_layers
 from dflash2_model import DFlash2Draft, dflash2_config
 from draft_model import DFlashDraft, initialize
+from pass_dtype import PASS_DTYPE
 from safetensors.torch import load_file
 from train_target import MasterWeights, join_processes, seconds_since, write_checkpoint
 
@@ -108,7 +109,9 @@ class ChatRows:
         kept = path.with_suffix(".argmax.pt")
         if not kept.exists():
             last = states[:, -self.embedding.shape[1] :]
-            best = torch.cat([(piece @ self.embedding.T).max(-1).indices for piece in last.split(1024)])
+            best = torch.cat(
+                [(piece.to(PASS_DTYPE) @ self.embedding.T).max(-1).indices for piece in last.split(1024)]
+            )
             partial = path.with_suffix(f".{os.getpid()}.partial")
             torch.save(best.to(torch.int32), partial)
             partial.rename(kept)
@@ -161,7 +164,7 @@ class ChatRows:
         return (
             part("tokens").long(),
             part("argmax").long(),
-            part("states"),
+            part("states").to(PASS_DTYPE),
             torch.stack(anchors),
             torch.stack(valid),
         )
@@ -354,7 +357,7 @@ def main() -> None:
     rank, processes = join_processes()
     target_config = json.loads((args.target_dir / "config.json").read_text())
     target = load_file(str(args.target_dir / "model.safetensors"))
-    embedding = target["model.embed_tokens.weight"]
+    embedding = target["model.embed_tokens.weight"].to(PASS_DTYPE)
     if args.start:
         draft = started_draft(args.start)
     elif args.plain:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from corpus import END_OF_TEXT_ID, IM_END_ID
 from kinds import KINDS, Kind
+from pass_dtype import PASS_DTYPE
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -136,7 +137,7 @@ class Batches:
 
 
 class MasterWeights:
-    """Weights in bfloat16 for the passes, with float32 copies for the optimizers.
+    """Weights in `PASS_DTYPE` for the passes, with float32 copies for the optimizers.
 
     Muon for the matrices, AdamW for embedding and norms. Twice as fast here as autocast over float32 weights,
     because activations stay bfloat16 as well.
@@ -163,7 +164,7 @@ class MasterWeights:
         ]
         self.peaks = (muon_lr, adam_lr)
         for parameter in model.parameters():  # not the buffers: RoPE frequencies need float32
-            parameter.data = parameter.data.to(torch.bfloat16)
+            parameter.data = parameter.data.to(PASS_DTYPE)
 
     def step(self, scale: float) -> None:
         for parameter, master in self.pairs:
