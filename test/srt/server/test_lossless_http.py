@@ -5,13 +5,12 @@ Near ties are rare, and counted.
 """
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-from serving import (
-    WHOLE_BLOCKS,
-    Server,
-    dflash_arguments,
-)
+from serving import DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
+from support.drafts import always_wrong
 from support.parity import assert_same, near_tie, undecided_from
 from support.servers import FLOAT32
 from support.streaming import stream
@@ -137,6 +136,38 @@ def test_float32_aborts_leave_the_others_alone(requests, answers_alone, referenc
         compared = min(length, 64)
         assert last["output_ids"][:compared] == want["output_ids"][:compared], f"{request} before its abort"
     assert_pool_is_whole(server)
+
+
+@pytest.mark.parametrize("count, swaps", [(60, 3), pytest.param(500, 10, marks=pytest.mark.long)])
+def test_drafts_are_swapped_under_traffic(requests, answers_alone, server, tmp_path, count, swaps):
+    """Swap between the bundled draft and one that is always wrong. Requests in flight go on."""
+    sent, expected = ((3 * each)[:count] for each in (requests, answers_alone))
+    drafts = [always_wrong(tmp_path / "wrong"), DRAFT]
+    before = server.generate_many(requests[:20], 8)
+    with ThreadPoolExecutor(8) as pool:
+        futures = [pool.submit(server.generate, **request) for request in sent]
+        for number in range(swaps):
+            futures[(number + 1) * count // (swaps + 1)].result()
+            swap(server, drafts[number % 2], f"swap-{number}")
+        answers = [future.result() for future in futures]
+    assert_same(sent, answers, expected)
+    in_flight = [a for a in answers if len(a["meta_info"].get("weight_versions", ())) > 1]
+    assert len(in_flight) >= swaps, "no request was in flight"
+    swap(server, DRAFT, "back")
+    server.flush_cache()  # the cached prompts have the other draft's KV
+    after = server.generate_many(requests[:20], 8)
+    assert abs(sum(map(_cycles, after)) - sum(map(_cycles, before))) <= NEARLY_SAME * sum(
+        map(_cycles, before)
+    )
+    assert_pool_is_whole(server)
+
+
+def swap(server: Server, draft: Path, version: str) -> None:
+    server.post("/pause_generation", {"mode": "in_place"})
+    body = {"model_path": str(draft), "weight_version": version, "flush_cache": False}
+    answer = server.post("/update_weights_from_disk", body)
+    server.post("/continue_generation", {})
+    assert answer["success"], answer["message"]
 
 
 def assert_pool_is_whole(server: Server) -> None:

@@ -61,6 +61,19 @@ def test_narrow_cycles_count_what_they_verified(metrics, registry):
     assert registry.get_sample_value("sglang:spec_verify_width_bucket", {**LABELS, "le": "4.0"}) == 3
 
 
+def test_blocks_are_counted_by_weight_version(metrics, registry):
+    for version, batch in (("default", [1, 2]), ("own-1", [3]), ("own-1", [4, 0]), ("default", [])):
+        metrics.count_verified(batch, [BLOCK_SIZE - 1] * len(batch), version)
+    found = {
+        (name, version): registry.get_sample_value(
+            f"sglang:spec_version_{name}_total", {**LABELS, "weight_version": version}
+        )
+        for name in ("drafts", "accepted_tokens")
+        for version in ("default", "own-1")
+    }
+    assert list(found.values()) == [2, 3, 3, 7]
+
+
 @pytest.mark.parametrize("accepted, warnings", [(14, 1), (16, 0)])
 def test_a_low_accept_length_is_told_once(accepted, warnings, caplog):
     """1,000 drafted blocks are judged, without metrics too. Blocks of the anchor alone do not count."""
@@ -267,6 +280,7 @@ def test_labels_are_those_of_the_schedulers_own_metrics(server):
     expected = samples["sglang:spec_accept_length"].labels
     assert expected["zone"] == "a"
     assert samples["sglang:spec_drafts_total"].labels == expected
+    assert samples["sglang:spec_version_drafts_total"].labels == {**expected, "weight_version": "default"}
     assert samples["sglang:spec_fallbacks_total"].labels.keys() == {*expected, "reason"}
     assert samples["sglang:spec_accepted_tokens_per_position_total"].labels.keys() == {*expected, "position"}
 

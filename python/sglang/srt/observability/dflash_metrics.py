@@ -55,6 +55,11 @@ class DFlashMetrics:
         self._drafts = counter("drafts", "Drafted blocks verified.")
         self._drafted = counter("drafted_tokens", "Drafted tokens verified; anchors not counted.")
         self._accepted = counter("accepted_tokens", "Drafted tokens accepted; bonus tokens not counted.")
+        version = "weight_version"
+        self._blocks_of = counter("version_drafts", "Drafted blocks verified, by weight version.", version)
+        self._accepted_of = counter(
+            "version_accepted_tokens", "Drafted tokens accepted, by weight version.", version
+        )
         by_position = counter(
             "accepted_tokens_per_position",
             "Blocks whose drafted token at this position, counted from 1, was accepted.",
@@ -105,12 +110,15 @@ class DFlashMetrics:
             labels["dp_rank"] = parallel.dp_rank
         return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
 
-    def count_verified(self, accept_lens: Sequence[int], drafted: Sequence[int]) -> None:
+    def count_verified(
+        self, accept_lens: Sequence[int], drafted: Sequence[int], weight_version: str = "default"
+    ) -> None:
         """Count a verified batch.
 
         Args:
             accept_lens: accepted drafted tokens of each block.
             drafted: drafted tokens of each block that could be accepted.
+            weight_version: SGLang's, of the latest weight update that named one.
         """
         if self._seen_blocks < JUDGED_BLOCKS:
             self._judge(accept_lens, drafted)
@@ -119,6 +127,9 @@ class DFlashMetrics:
         self._drafts.inc(len(accept_lens))
         self._drafted.inc(sum(drafted))
         self._accepted.inc(sum(accept_lens))
+        by_version = {**self._labels, "weight_version": weight_version}
+        self._blocks_of.labels(**by_version).inc(len(accept_lens))
+        self._accepted_of.labels(**by_version).inc(sum(accept_lens))
         for before, at_position in enumerate(self._by_position):
             at_position.inc(sum(accept_len > before for accept_len in accept_lens))
 

@@ -20,7 +20,7 @@ from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_parallel, get_serving, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
@@ -196,7 +196,7 @@ class DFlashWorker(BaseSpecWorker):
             return  # an idle rank
         cycle = self._in_flight.complete(accept_lens)
         max_accept = cycle.plan.max_accept.tolist()
-        self.metrics.count_verified(accept_lens, max_accept)
+        self.metrics.count_verified(accept_lens, max_accept, get_serving().weight_version)
         if self._recorder is not None:
             self._recorder.on_cycle(cycle.reqs, accept_lens, max_accept)
         self.copies.stats.on_accept_lens(cycle.proposals, accept_lens, max_accept)
