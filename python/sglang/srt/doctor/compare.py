@@ -23,7 +23,7 @@ from sglang_dflash.srt.doctor.plain_drafts import PlainDraft
 from sglang_dflash.srt.observability.record import describe_target
 
 HELD_OUT_ONE_IN = 10
-LEAST_TEXTS, MOST_TEXTS = 10, 200
+LEAST_TEXTS, MOST_TEXTS = 8, 200
 BETTER_BY, WORSE_BY = 2.5, 0.03
 _ANCHORS_AT_ONCE = 32
 
@@ -132,7 +132,7 @@ class Outcome:
 
 
 def objections(own: Outcome, general: Outcome | None) -> list[str]:
-    """Return why the new draft should not be swapped in. None: it passes."""
+    """Return why the new draft should not be swapped in. Nothing: it passes."""
     found = []
     if not own.gain > BETTER_BY * own.error:
         found.append(f"it is not better by {BETTER_BY} standard errors on these texts")
@@ -185,11 +185,10 @@ class Gate:
         texts = self._recorded(path) if Record.is_at(path) else self._answered(path)
         if len(texts) < LEAST_TEXTS:
             raise BadInput(f"{path}: {len(texts)} texts to compare on, and {LEAST_TEXTS} are needed")
-        lengths = [
-            self._accept_lengths(text) for text in sorted(texts, key=lambda text: text.hash)[:MOST_TEXTS]
-        ]
+        texts = sorted(texts, key=lambda text: text.hash)[:MOST_TEXTS]
+        served, new = zip(*map(self._accept_lengths, texts), strict=True)
         answers = sum(len(text.tokens) - text.prompt_length for text in texts)
-        return Outcome(*(list(column) for column in zip(*lengths, strict=True)), tokens=answers)
+        return Outcome([*served], [*new], tokens=answers)
 
     def _recorded(self, path: Path) -> list[Text]:
         record = Record(path)

@@ -86,6 +86,22 @@ def test_the_oldest_files_go_first(tmp_path, monkeypatch):
     assert writer.counts["dropped"] == 1 and len(lines(tmp_path)) == len(numbers)
 
 
+def test_the_reader_of_speculators_takes_all_files(tmp_path, monkeypatch):
+    """`speculators prepare-data` loads a folder so. A column or a type that comes later ends it."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(record, "FILE_BYTES", 1000)
+    writer = RecordWriter(str(tmp_path), 10**6, TARGET)
+    for number in range(40):
+        adapter = "sql" if number > 20 else ""
+        writer.add({**ROW, "accept_lens": [3], "constrained": number > 30, "lora": adapter})
+        writer.flush()
+    files = sorted(map(str, tmp_path.glob("*.jsonl")))
+    rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(files) > 5 and len(rows) == 40
+    assert all({name: row[name] for name in ROW} == ROW for row in rows)
+    assert rows[0]["target"] == TARGET and rows[1]["target"] is None and rows[39]["lora"] == "sql"
+
+
 @pytest.mark.parametrize("fault", ["full", "part", "gone"])
 def test_what_cannot_be_written_is_dropped_with_one_warning(tmp_path, monkeypatch, caplog, fault):
     counted: list[int] = []
