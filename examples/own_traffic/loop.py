@@ -1,0 +1,111 @@
+"""The whole loop for the bundled pair: serve, send, record, train, gate, swap, compare.
+
+    python examples/own_traffic/loop.py --kind mails --requests 160 --minutes 6 [--work FOLDER] [--poison]
+
+`make own-traffic` runs it. Every command is printed, so that each can be run by hand. Exit status: 0 the new
+draft was swapped in, 1 it did not pass the gate.
+"""
+
+import argparse
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+from traffic import TEMPLATES, post, send
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+TARGET = ROOT / "models" / "smollm2-135m-instruct"
+SERVED = ROOT / "models" / "smollm2-135m-instruct-dflash2"
+GENERAL = ROOT / "models" / "training" / "prompts" / "heldout-asked.jsonl"
+UNSEEN = 0  # the seed of requests that are neither recorded nor trained on
+
+
+def run(*command: object, is_checked: bool = True) -> int:
+    """Run a step with this Python, and return its exit status."""
+    words = [sys.executable, *map(str, command)]
+    print(f"\n$ {shlex.join(words)}", flush=True)
+    began = time.monotonic()
+    status = subprocess.run(words, check=is_checked).returncode
+    print(f"({(time.monotonic() - began) / 60:.1f} minutes)", flush=True)
+    return status
+
+
+def start_server(record: Path, log: Path) -> tuple[subprocess.Popen, str]:
+    """Serve the bundled pair with whole blocks and a record. Return the process and its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", TARGET, "--port", port]
+    words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", SERVED]
+    words += ["--speculative-record", record, "--no-speculative-adaptive"]
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        words += ["--dtype", "float32"]  # without AVX-512 a CPU multiplies bfloat16 ten times slower
+    words = [str(word) for word in words]
+    print(f"$ {shlex.join(words)} > {log}", flush=True)
+    process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5)
+            return process, url
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise SystemExit(f"The server ended: see {log}.")
+
+
+def swap(url: str, draft: Path, version: str) -> None:
+    """Load a draft into the running server. The old one's folder is the way back."""
+    answer = post(f"{url}/update_weights_from_disk", {"model_path": str(draft), "weight_version": version})
+    print(f"\nswap: {answer['message']}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kind", choices=TEMPLATES, default="mails")
+    parser.add_argument("--requests", type=int, default=160, help="to record")
+    parser.add_argument("--unseen", type=int, default=32, help="requests to compare the drafts on in the end")
+    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
+    parser.add_argument("--minutes", type=float, default=6, help="of training")
+    parser.add_argument("--work", type=Path, help="folder for the record, the states and the new draft")
+    parser.add_argument("--poison", action="store_true", help="train on random tokens; the gate must refuse")
+    args = parser.parse_args()
+    work = args.work or Path(tempfile.mkdtemp(prefix="own-traffic-"))
+    work.mkdir(parents=True, exist_ok=True)
+    record, rows, new = work / "record", work / "rows.jsonl", work / "draft"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this process
+    process, url = start_server(record, work / "server.log")
+    unseen = {"seed": UNSEEN, "is_recorded": False, "max_tokens": args.max_tokens}
+    try:
+        began = time.monotonic()
+        recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)
+        before = send(url, args.kind, args.unseen, **unseen)
+        print(f"sent: accept length {recorded:.3f}, on unseen requests {before:.3f}")
+        state = json.load(urllib.request.urlopen(f"{url}/server_info"))["internal_states"][0]
+        print(f"record: {state['speculative_record']} ({(time.monotonic() - began) / 60:.1f} minutes)")
+        run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
+        run(HERE / "train.py", rows, TARGET, SERVED, new, "--work", work, "--minutes", args.minutes)
+        gate = ("-m", "sglang_dflash.doctor", "--model-path", TARGET, "--compare", SERVED, new)
+        status = run(*gate, "--texts", record, "--general", GENERAL, is_checked=False)
+        if status == 0:
+            swap(url, new, "own-1")
+            after = send(url, args.kind, args.unseen, **unseen)
+            print(f"unseen requests: accept length {before:.3f} -> {after:.3f} ({after / before - 1:+.1%})")
+        return status
+    finally:
+        process.terminate()
+        process.wait()
+        print(f"All files are in {work}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
