@@ -242,10 +242,8 @@ def check_simulated_lens(block_size: int) -> None:
 
 def check_record_options() -> None:
     """Raise ValueError if the record cannot be written as it was requested."""
-    folder, share, limit = (
-        option.get()
-        for option in (DFlashOptions.RECORD, DFlashOptions.RECORD_SHARE, DFlashOptions.RECORD_LIMIT)
-    )
+    folder = DFlashOptions.RECORD.get()
+    share, limit = DFlashOptions.RECORD_SHARE.get(), DFlashOptions.RECORD_LIMIT.get()
     if not 0 <= share <= 1:
         raise ValueError(f"--speculative-record-share must be from 0 to 1, got {share:g}.")
     if limit < FILE_BYTES:
