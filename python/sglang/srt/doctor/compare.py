@@ -46,7 +46,7 @@ class Text:
 
     @property
     def is_held_out(self) -> bool:
-        """Whether the text belongs to the tenth of a record that no draft is trained on."""
+        """True if the text belongs to the tenth of a record that no draft is trained on."""
         return self.hash % HELD_OUT_ONE_IN == 0
 
 

@@ -1,4 +1,4 @@
-"""Which requests of a server are recorded (`record.py`), and with what."""
+"""Requests of a server that are recorded (`record.py`), and the columns of their lines."""
 
 import random
 from collections.abc import Callable, Sequence
