@@ -27,6 +27,7 @@ OTHER_PROGRAMS = {
     "--disable-ignore-eos": "sglang.benchmark.serving's",
     "--per-chunk-usage": "aiperf's",
     "--draft-vocab-size": "the speculators library's",
+    "--from-pretrained": "the speculators library's",
 }
 
 
@@ -46,6 +47,7 @@ def test_flags_of_other_programs_are_theirs():
     scripts = [
         *(ROOT / "python").rglob("*.py"),
         *(ROOT / "benchmark").glob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
         *(ROOT / "tools").rglob("*.py"),
     ]
     theirs = {flag for command in commands() for flag in command.flags}.union(*map(defined_flags, scripts))
