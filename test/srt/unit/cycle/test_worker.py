@@ -57,6 +57,7 @@ def test_grammars_run_beside_verify(monkeypatch):
     )  # fmt: skip
     info = SimpleNamespace(logit_bias=None, is_all_greedy=True, has_custom_logit_processor=False)
     batch = MagicMock(has_grammar=True, sampling_info=info, return_logprob=False)
+    batch.spec_info.arriving_lens = None
     made.run_cycle(batch, CyclePlan(whole_blocks(1, 4)), made.copies.look_up(batch))
     assert events == ["copy", "verify", "mask", "accept"]
 
