@@ -40,10 +40,11 @@ class Costs:
         # More work takes no less time, and other processes only add to it: a peak is noise.
         self.verify, self.draft = _lowered(self.verify), _lowered(self.draft)
         self._ragged = np.zeros(len(self.loads))
-        for i, n in enumerate(self.loads.tolist() if self.mixed is not None else ()):
-            whole, (of_rows, of_drafts, _) = (n + 1) // 2, self._compute(n)
-            of_parts = of_rows[whole * (self.verify_lens[-1] - 1)] + of_drafts[whole]
-            self._ragged[i] = max(0.0, self.mixed[i] - of_parts)
+        if self.mixed is not None:
+            for i, n in enumerate(self.loads.tolist()):
+                whole, (of_rows, of_drafts, _) = (n + 1) // 2, self._compute(n)
+                of_parts = of_rows[whole * (self.verify_lens[-1] - 1)] + of_drafts[whole]
+                self._ragged[i] = max(0.0, self.mixed[i] - of_parts)
         self._of_load = functools.lru_cache(maxsize=1024)(self._compute)
 
     def of_load(self, n: int, extra_context: int = 0) -> tuple[np.ndarray, np.ndarray, float]:
