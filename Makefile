@@ -87,6 +87,7 @@ lint-fast: $(LINT)/.ready-lint
 	$(LINT)/bin/python .ci/check_circles.py python/sglang --late
 	$(LINT)/bin/python .ci/check_circles.py python/sglang --late --rooms srt/speculative
 	$(LINT)/bin/python .ci/check_subjects.py
+	$(LINT)/bin/python .ci/check_budget.py
 
 .venv-lint/.ready-lint:
 	@$(NO_PYTHON)
