@@ -8,7 +8,6 @@ has it, and whether a function of this name has the same parameters and body as 
 
 import ast
 import functools
-import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,6 @@ RECORDED = Path(__file__).with_name("fingerprints.json")
 OURS = Path(sglang_dflash.__file__).parent
 
 SAME, CHANGED, OTHER_PARAMETERS, GONE, UNKNOWN = "same", "changed", "parameters", "gone", "no record"
-UNREAD = "not checked"  # no FlashInfer is beside this SGLang
 # States in which a patch cannot be made, and an import may fail.
 BROKEN = (OTHER_PARAMETERS, GONE)
 
@@ -127,7 +125,7 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
         if (body := body_of(tree, patch)) and body.node is not None:
             bodies[patch.target] = fingerprint(body.node)
     for label, reach in reached_names(tree).items():
-        found = _source(tree, reach) is tree and tree.find_attribute(reach.owner, label.rpartition(".")[2])
+        found = tree.find_attribute(reach.owner, label.rpartition(".")[2])
         if found and (names := parameters(tree, found)) is not None:
             bodies[label], imports[label] = fingerprint(found.node), ", ".join(names)
     for name in imported_names():
@@ -150,7 +148,7 @@ def reaches_of(version: str) -> list[Reach]:
 
 
 def reached_names(tree: SourceTree) -> dict[str, Reach]:
-    """Map what we reach for in this SGLang and in FlashInfer, as `owner.name`, to its row of the ledger."""
+    """Map what we reach for in this SGLang, as `owner.name`, to its row of the ledger."""
     return {f"{reach.owner}.{name}": reach for reach in reaches_of(tree.version) for name in reach.names}
 
 
@@ -214,30 +212,16 @@ def _compare_patch(tree: SourceTree, patch: Patch, bodies: dict[str, str]) -> Ro
 
 
 def _compare_reach(tree: SourceTree, label: str, reach: Reach, recorded: dict[str, dict[str, str]]) -> Row:
-    source = _source(tree, reach)
-    if source is None:
-        return Row(label, UNREAD, "there is no FlashInfer here", "", reach)
-    found = source.find_attribute(reach.owner, label.rpartition(".")[2])
+    found = tree.find_attribute(reach.owner, label.rpartition(".")[2])
     if found is None:
         return Row(label, GONE, f"{reach.where} has to {reach.kind} it: {reach.why}", "", reach)
-    place, names = _place(source, found), parameters(source, found)
+    place, names = _place(tree, found), parameters(tree, found)
     if names is None or label not in recorded["bodies"]:
         return Row(label, SAME, "", place, reach)
     if detail := _differences(names, recorded["imports"][label]):
         return Row(label, OTHER_PARAMETERS, detail, place, reach)
     state = SAME if recorded["bodies"][label] == fingerprint(found.node) else CHANGED
     return Row(label, state, "", place, reach)
-
-
-def _source(tree: SourceTree, reach: Reach) -> SourceTree | None:
-    return tree if reach.owner.startswith(f"{PACKAGE}.") else _flashinfer()
-
-
-@functools.cache
-def _flashinfer() -> SourceTree | None:
-    """Return the FlashInfer of this environment; a wheel of SGLang has none of its files."""
-    spec = importlib.util.find_spec("flashinfer")
-    return None if spec is None or not spec.origin else SourceTree.beside(Path(spec.origin).parents[1])
 
 
 def _compare_import(tree: SourceTree, name: ImportedName, known: dict[str, str]) -> Row:

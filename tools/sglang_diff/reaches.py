@@ -1,4 +1,4 @@
-"""Ledger of what we reach for inside SGLang and FlashInfer, beside patches and imports.
+"""Ledger of what we reach for inside SGLang, beside patches and imports.
 
 It names private attributes that we read, attributes that we write, and members that our classes override.
 `python tools/sglang_diff` compares each with any SGLang. A test compares the ledger with our source, and with
@@ -36,7 +36,7 @@ class Reach(NamedTuple):
 def _reaches(table: str, feature: str | None = None, since: str = "0.5.22") -> Iterator[Reach]:
     """Read a table of owners, and below each its lines `where kind names: why`.
 
-    Owners are in FlashInfer or below `sglang.srt`.
+    Owners are below `sglang.srt`.
     """
     owner = ""
     for line in table.strip().splitlines():
@@ -47,7 +47,7 @@ def _reaches(table: str, feature: str | None = None, since: str = "0.5.22") -> I
                 owner, kind=kind, names=tuple(names), where=where, why=why, feature=feature, since=since
             )
         else:
-            owner = line if line.startswith("flashinfer.") else f"sglang.srt.{line}"
+            owner = f"sglang.srt.{line}"
 
 
 REACHES = (

@@ -92,8 +92,8 @@ managers.schedule_batch.ScheduleBatch: mamba_track_buffer_indices mamba_track_in
 @functools.cache
 def find_misfit(feature: str | None) -> str | None:
     """Return which name that a feature needs is not there. None: all are."""
-    for path, names in NEEDED[feature].items():
-        path = path if path.startswith("flashinfer.") else f"sglang.srt.{path}"
+    for place, names in NEEDED[feature].items():
+        path = f"sglang.srt.{place}"
         try:
             owner = pkgutil.resolve_name(path)
         except (ImportError, AttributeError) as error:

@@ -123,13 +123,6 @@ def test_a_planted_change_of_the_ledger_is_named(planted, copy, capsys):
     assert words in line
 
 
-def test_flashinfer_that_is_not_here_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(compare, "_flashinfer", lambda: None)
-    assert run() == 0
-    lines = told(capsys.readouterr().out)
-    assert len(lines) == 8 and all("`flashinfer.prefill." in line and "not checked" in line for line in lines)
-
-
 def test_a_version_is_recorded(copy, tmp_path):
     file = tmp_path / "fingerprints.json"
     installed = SourceTree.installed().version
