@@ -292,7 +292,7 @@ def test_settings_and_metrics_in_the_text_exist(monkeypatch):
     settings = [text for page in PAGES for kind, text in blocks(page) if kind == "json"]
     assert settings
     for text in settings:
-        assert AdaptiveSettings.parse(text).verify_lens(8, "cpu") == (1, 2, 4, 8)
+        assert AdaptiveSettings.parse(text).verify_lens(8) == (1, 4, 8)
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
     DFlashMetrics(7, {"model_name": "tiny"})

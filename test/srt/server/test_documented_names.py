@@ -49,7 +49,6 @@ def test_flags_of_other_programs_are_theirs():
         *(ROOT / "benchmark").glob("*.py"),
         *(ROOT / "examples").rglob("*.py"),
         *(ROOT / "tools").rglob("*.py"),
-        *(ROOT / "examples").rglob("*.py"),
     ]
     theirs = {flag for command in commands() for flag in command.flags}.union(*map(defined_flags, scripts))
     unknown = set().union(*map(flags_of, USER_PAGES)) - server_flags() - theirs - set(OTHER_PROGRAMS)
