@@ -110,7 +110,11 @@ SETTINGS = {
     "plain": dflash_arguments(),
     "chunked and mixed": [*dflash_arguments(), "--chunked-prefill-size", "64", "--enable-mixed-chunk"],
     "widths change": [*dflash_arguments(), *WIDTHS_CHANGE],
-    "P-EAGLE, no overlap": [*dflash_arguments(PEAGLE_DRAFT), "--disable-overlap-schedule"],
+    "P-EAGLE, no overlap": [
+        *dflash_arguments(PEAGLE_DRAFT),
+        *WIDTHS_CHANGE,  # by the tests' costs a P-EAGLE draft of random requests seldom pays
+        "--disable-overlap-schedule",
+    ],
 }
 
 

@@ -27,7 +27,7 @@ from support.sampling_checks import (
     target_logprobs,
 )
 from support.scheduled import Answer, Job, run
-from support.servers import FLOAT32, patched
+from support.servers import FLOAT32, WIDTHS_CHANGE, patched
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.server
@@ -69,7 +69,7 @@ CASES = (
 
 # Ways to draft; under each the output must follow the target's sampler.
 DRAFTING = {
-    "greedy": dflash_arguments(),
+    "greedy": [*dflash_arguments(), *WIDTHS_CHANGE],  # by the tests' costs sampled requests seldom pay
     # A reduced vocabulary.
     "probabilistic, speculators": [
         *dflash_arguments(SPECULATORS_DRAFT),
@@ -112,7 +112,8 @@ def answers(request, prompts) -> dict[str, Answers]:
     found = run(arguments, list(groups.values()), environment=patched("masks_of_draws"))
     for some in found:
         kept = sum(sum(answer.accepted) for answer in some)
-        assert kept > sum(len(answer.output_ids) for answer in some) / 5, (
+        # More than half of the scheduled cycles draft nothing.
+        assert kept > sum(len(answer.output_ids) for answer in some) / 8, (
             "hardly a drafted token was accepted"
         )
     return {

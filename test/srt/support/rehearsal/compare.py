@@ -24,7 +24,7 @@ CHANGING = (7, 3, 0, 0, 1, 7, 0)  # drafted tokens to verify
 MOST_OPERATIONS = {
     "flashinfer-dflash": 51,
     "flashinfer-peagle": 87,
-    "flashinfer-late-dflash": 37,
+    "flashinfer-late-dflash": 38,
     "flashinfer-late-peagle": 42,
     "fa3-dflash": 24,
     "fa3-peagle": 29,
