@@ -147,7 +147,8 @@ def test_what_a_cpu_has_no_kernels_for_is_refused():
     def check(config, name="AnyForCausalLM", **arguments):
         config.architectures = [name]
         off = {"disaggregation_mode": "null", "enable_hierarchical_cache": False}
-        off |= {"enable_torch_compile": False, "speculative_algorithm": None}
+        off |= {"enable_torch_compile": False, "enable_return_routed_experts": False}
+        off |= {"speculative_algorithm": None}
         model_config = SimpleNamespace(
             hf_config=config, linear_attn_registry_result=None, is_draft_model=False
         )

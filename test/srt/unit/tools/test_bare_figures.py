@@ -42,6 +42,6 @@ def test_figures_without_the_package(tmp_path):
 def test_kernel_comparisons_without_sglang():
     """`sheet.sh bare` runs them under compute-sanitizer."""
     command = (ROOT / "benchmark/gpu/sheet.sh").read_text().partition("-m pytest ")[2].partition("\n")[0]
-    run = "import pytest; sys.exit(pytest.main([*sys.argv, '--collect-only']))"
-    for kernel in ("prepare_block", "walk", "accept_drafts", "penalize_block", "block_conv"):
+    run = "import pytest; sys.exit(pytest.main([*sys.argv[1:], '--collect-only']))"
+    for kernel in ("prepare_block", "walk", "accept_blocks", "penalize_block", "block_conv"):
         assert kernel in run_bare(run, "pytest", *command.split())
