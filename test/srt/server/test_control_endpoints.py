@@ -71,10 +71,10 @@ CALLS = (
     # SGLang's answers: HTTP 500, and the server goes on
     Call("POST /stop_profile", status=500),
     Call("POST /start_profile", {"activities": ["CPU"], "with_stack": False, "record_shapes": False}),
-    Call("POST /start_profile", {"activities": ["CPU"]}, 500),
+    Call("POST /start_profile", {"activities": ["CPU"]}, says="Start profiling"),
     Call("POST /stop_profile"),
     Call("POST /configure_logging", {"log_requests": False}),
-    Call("POST /configure_logging", {"log_requests": True, "log_requests_level": 99}, alone=True),
+    Call("POST /configure_logging", {"log_requests": True, "log_requests_level": 99}, 500, alone=True),
     Call("POST /generate", GENERATE, 500, alone=True),
     Call("POST /configure_logging", {"log_requests": False, "log_requests_level": 0}, alone=True),
     # what needs another server
