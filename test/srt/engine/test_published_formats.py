@@ -32,7 +32,7 @@ from serving import (
     dflash_arguments,
     text_prompts,
 )
-from support.drafts import REMOVE, as_deepseek, make_draft, read_config, write_checkpoint
+from support.drafts import REMOVE, make_deepseek_draft, make_draft, read_config, write_checkpoint
 from support.engine import Pools, build
 from support.flat_peagle import INPUTS, SOURCE, amazon, nemo
 from support.quantized_drafts import (
@@ -101,17 +101,6 @@ def speculators_dflash2(folder: Path) -> Path:
     return folder
 
 
-def deepseek(folder: Path) -> Path:
-    """Write DeepSpec's files of a draft without heads: they have the target's embedding and head."""
-    target = load_file(TARGET / "model.safetensors")
-    embedding = target["model.embed_tokens.weight"]
-    tensors = load_file(DRAFT / "model.safetensors") | {
-        "embed_tokens.weight": embedding,
-        "lm_head.weight": target.get("lm_head.weight", embedding).clone(),
-    }
-    return write_checkpoint(folder, as_deepseek(read_config(DRAFT)), tensors)
-
-
 def speculators_dspark(folder: Path) -> Path:
     """Write the library's `dspark` without heads, which samples from the anchor."""
     config = read_config(SPECULATORS_DRAFT)
@@ -170,7 +159,7 @@ FORMATS = {
     "plain FP8": by(functools.partial(quantize_plain_fp8, in_blocks=False), EIGHT_BITS),
     "plain FP8 in blocks": by(functools.partial(quantize_plain_fp8, in_blocks=True), EIGHT_BITS),
     "speculators DFlash2": Format(speculators_dflash2, DFLASH2_DRAFT, kept=1, alone=True),
-    "DeepSeek's block of 7": Format(deepseek, least=1),
+    "DeepSeek's block of 7": Format(make_deepseek_draft, least=1),
     "speculators DSpark without heads": Format(speculators_dspark, SPECULATORS_DRAFT, alone=True, least=1),
     "Amazon's P-EAGLE": Format(amazon, PEAGLE_DRAFT, algorithm="EAGLE3", least=1),
     "NeMo's P-EAGLE": Format(nemo, PEAGLE_DRAFT, algorithm="PEAGLE", least=1),

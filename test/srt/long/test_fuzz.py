@@ -16,6 +16,7 @@ import pytest
 import torch
 from serving import HYBRID_TARGET, TARGET, dflash_arguments, heldout_prompts
 from support.copy_watch import Watch
+from support.drafts import make_deepseek_draft
 from support.families import copy_with_long_memory
 from support.parity import FLOAT32_TIE
 from support.penalized import NEUTRAL, penalized
@@ -37,11 +38,12 @@ REQUESTS = 3000  # of all cases together
 SEED = 0
 VOCABULARY, ENDS = 2048, {0, 2}
 TIE = 2 * FLOAT32_TIE  # Hugging Face's rounding comes on top of the engine's
-# The draft of each target by the end of its name, and slots of a block.
+# The draft of each target by the end of its name, and slots of a block (of DeepSeek's, 7 and the anchor).
 PAIRS = (
     *((TARGET, "dflash", block) for block in (8, 16, 32)),
     *((TARGET, draft, block) for draft in ("dflash2", "peagle") for block in (8, 16)),
     (TARGET, "dflash-speculators", 8),
+    (TARGET, "deepseek", 8),
     *((HYBRID_TARGET, draft, block) for draft, block in (("dflash", 8), ("dflash2", 16), ("peagle", 8))),
 )
 SERVERS = (
@@ -118,13 +120,14 @@ def difference(model, tokenizer: Tokenizer, job: Job, answer: Answer) -> str | N
     if (wrong := (behind > TIE).nonzero()).numel():
         first = int(wrong[0])
         return f"position {first}: {ids[first]} instead of {int(logits[first].argmax())}"
-    if answer.finish_reason == "FINISH_ABORT":
-        return None if job.abort_after and len(ids) >= job.abort_after else "aborted too early"
     stops, wanted = job.sampling.get("stop", ()), job.max_new_tokens
     for end in range(len(ids), 0, -1):
         is_end = ids[end - 1] in ends and not job.ignore_eos
         if is_end or any(stop in tokenizer.decode(ids[:end]) for stop in stops):
             wanted = end
+    if answer.finish_reason == "FINISH_ABORT":
+        least = min(job.abort_after or wanted + 1, wanted)
+        return None if least <= len(ids) <= wanted else f"aborted after {len(ids)} of {wanted} tokens"
     return None if len(ids) == wanted else f"position {min(wanted, len(ids))}: ends after {len(ids)} tokens"
 
 
@@ -167,9 +170,14 @@ def hybrid(tmp_path_factory) -> Path:
     return copy_with_long_memory(HYBRID_TARGET, tmp_path_factory.mktemp("hybrid") / "long-memory")
 
 
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory) -> Path:
+    return make_deepseek_draft(tmp_path_factory.mktemp("deepseek") / "draft")
+
+
 @pytest.mark.parametrize("switches", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize(("trained", "draft", "block"), PAIRS)
-def test_no_answer_differs(trained, draft, block, switches, hybrid, tmp_path, request):
+def test_no_answer_differs(trained, draft, block, switches, hybrid, deepseek, tmp_path, request):
     target, seed = hybrid if trained == HYBRID_TARGET else TARGET, f"{SEED} {request.node.name}"
     draw, count = random.Random(seed), -(-REQUESTS // (2 * len(PAIRS)))
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
@@ -183,7 +191,8 @@ def test_no_answer_differs(trained, draft, block, switches, hybrid, tmp_path, re
         for step, (job, answer) in enumerate(draw.sample(list(zip(first, known)), count - len(first)))
     ]
     server = draw.choice(SERVERS)
-    arguments = [*plain, *dflash_arguments(f"{trained}-{draft}"), "--speculative-num-draft-tokens", block]
+    drafts = deepseek if draft == "deepseek" else f"{trained}-{draft}"
+    arguments = [*plain, *dflash_arguments(drafts), "--speculative-num-draft-tokens", block]
     arguments += [*COPIES, *switches, *server, "--max-running-requests", "16"]
     arguments += ["--mamba-track-interval", "64"] if target == hybrid else []  # the finest grid of states
     seen = Seen(tmp_path / "seen", late=draw.random() < 0.5, forced=set(range(0, len(first), 3)))

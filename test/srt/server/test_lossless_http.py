@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from serving import DRAFT, WHOLE_BLOCKS, Server, dflash_arguments
-from support.drafts import always_wrong
+from support.drafts import always_wrong, make_deepseek_draft
 from support.parity import assert_same, near_tie, undecided_from
-from support.servers import FLOAT32
+from support.servers import COPIES, FLOAT32
 from support.streaming import stream
 from support.target_answers import requests_from_prompts, target_answers
 
@@ -159,6 +159,15 @@ def test_drafts_are_swapped_under_traffic(requests, answers_alone, server, tmp_p
     assert abs(sum(map(_cycles, after)) - sum(map(_cycles, before))) <= NEARLY_SAME * sum(
         map(_cycles, before)
     )
+    assert_pool_is_whole(server)
+
+
+@pytest.mark.long
+def test_a_draft_of_deepseeks(requests, answers_alone, servers, tmp_path):
+    """Verify lengths and copies are chosen, as a user gets them."""
+    draft = make_deepseek_draft(tmp_path / "draft")
+    server = servers.get(*FLOAT32, *COPIES, *dflash_arguments(draft))
+    assert_same(requests, server.generate_many(requests, 16), answers_alone)
     assert_pool_is_whole(server)
 
 

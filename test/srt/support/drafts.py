@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from serving import DRAFT
+from serving import DRAFT, TARGET
 
 REMOVE = object()
 
@@ -48,6 +48,17 @@ def as_deepseek(config: dict) -> dict:
         "markov_rank": 0,
         "enable_confidence_head": False,
     }
+
+
+def make_deepseek_draft(folder: Path) -> Path:
+    """Write the bundled draft in DeepSpec's format, with the target's embedding and head in it."""
+    target = load_file(TARGET / "model.safetensors")
+    embedding = target["model.embed_tokens.weight"]
+    tensors = load_file(DRAFT / "model.safetensors") | {
+        "embed_tokens.weight": embedding,
+        "lm_head.weight": target.get("lm_head.weight", embedding).clone(),
+    }
+    return write_checkpoint(folder, as_deepseek(read_config(DRAFT)), tensors)
 
 
 def always_wrong(folder: Path) -> Path:
