@@ -38,14 +38,11 @@ else
 fi
 $python evaluate.py "$target" "$draft" "$heldout" --json "$work/evaluation.json" \
     --block-sizes 4 6 12 --check 4
-$python model_cards.py "$work" "$target" "$draft"
 
 sampled=$work/sampled
 mkdir -p "$sampled" && cp "$work/corpus.npz" "$work/tokenizer.json" "$sampled"
 $python rollouts.py "$sampled" "$target" --sampled
 $python train_dflash2.py "$sampled" "$target" "$draft" "${draft}2" --steps 1500
-$python dflash2_gain.py "$target" "$draft" "${draft}2" "$heldout" --json "$sampled/dflash2_gain.json"
-$python model_cards.py dflash2 "$sampled" "${draft}2"
 
 [ -n "${SPECULATORS_PYTHON:-}" ] || exit 0
 golden=$here/../../test/srt/golden
@@ -54,7 +51,6 @@ if [ "$kind" != qwen3 ]; then
     $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 4500 --muon-lr 0.02 --adam-lr 0.003
     $SPECULATORS_PYTHON speculators_golden.py "$target" "$target-peagle" "$heldout" \
         "$golden/tiny-$kind-peagle"
-    $python model_cards.py speculators "$work" "$target-peagle" "$golden/tiny-$kind-peagle"
     exit 0
 fi
 $SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps 600 --warm-start "$draft"
@@ -62,5 +58,4 @@ $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 600
 for made in "$draft-speculators tiny-speculators" "$target-peagle tiny-peagle"; do
     read -r folder name <<< "$made"
     $SPECULATORS_PYTHON speculators_golden.py "$target" "$folder" "$heldout" "$golden/$name"
-    $python model_cards.py speculators "$work" "$folder" "$golden/$name"
 done

@@ -17,7 +17,6 @@ CORE = (
     "test_quiet_start.py",
     "test_rejection.py",
     "test_rejection_kernel.py",
-    "test_roofline.py",
     "test_selector_walk.py",
     "test_set_up.py",
     "test_speculators_format.py",

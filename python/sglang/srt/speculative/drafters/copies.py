@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 DRAFT, COPY = "draft", "copy"
 # Cycles in a row in which every request accepted a whole copied block, after which the next cycle skips the
 # draft. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
-# request about a cycle, and a draft forward is about a sixth of one (benchmark/ROOFLINE.md). A copy that has
+# request about a cycle, and a draft forward is about a sixth of one. A copy that has
 # gone on for so long is likely to go on for as long again.
 WHOLE_CYCLES = 8
 UNKNOWN = -1  # a match's length that the host cannot read
