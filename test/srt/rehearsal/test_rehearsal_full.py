@@ -92,6 +92,8 @@ def test_the_wait_under_the_draft(draft, draft_backend, expected):
     scene = replace(LATE, draft=draft_backend)
     with expected.rehearsed(scene, DRAFTS[draft], requests=requests) as played:
         assert set(map(tuple, played.orders())) == {("draft", "wait", "plan", "target")}
+        if draft_backend == "fa3" and draft in ("dflash", "peagle"):
+            assert_launches(played, f"flashinfer-late-{draft}")
 
 
 @pytest.mark.parametrize("draft", ["dflash", "peagle"])

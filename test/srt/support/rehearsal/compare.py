@@ -25,7 +25,7 @@ MOST_OPERATIONS = {
     "flashinfer-dflash": 51,
     "flashinfer-peagle": 87,
     "flashinfer-late-dflash": 38,
-    "flashinfer-late-peagle": 42,
+    "flashinfer-late-peagle": 43,
     "fa3-dflash": 24,
     "fa3-peagle": 29,
 }
