@@ -23,14 +23,15 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.fields import (
     ROPES,
     DraftConfigError,
-    LayerFields,
-    RopeFields,
+    Fields,
     as_object,
     assumed_values,
     first_name,
     is_int,
+    names_taken,
+    read_layers,
+    read_rope,
     short_repr,
-    validated,
 )
 from sglang_dflash.srt.configs.quantization import (
     OtherMethodError,
@@ -71,7 +72,7 @@ _OF_FILES |= {"speculators_model_type", "speculators_version"}
 # Top-level fields of the library's files whose other value in the layers' object is the target's.
 _OF_TOP = {"model_type", "tie_word_embeddings", "torch_dtype", "quantization_config"}
 # A draft's positions are a text's, so M-RoPE's sections say nothing.
-_ROPE_FIELDS = {*RopeFields.model_fields, "rope_dim", "mrope_section", "mrope_interleaved"}
+_ROPE_FIELDS = {*names_taken(read_rope), "rope_dim", "mrope_section", "mrope_interleaved"}
 _ROPE_FIELDS |= {"full_attention", "sliding_attention"}  # objects of these fields
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 _DEPTHS = ("num_depths", "speculative_tokens", "para_num", "para_depths")
@@ -107,7 +108,9 @@ def flat_config(
         flat = dict(config)
     if names_sliding_layers(flat.get("layer_types")):
         flat["use_sliding_window"] = True  # without it transformers drops the window
-    validated(LayerFields, flat, checkpoint)
+    fields = Fields(flat, [])
+    read_layers(fields)
+    fields.raise_problems(checkpoint)
     return flat
 
 
@@ -148,7 +151,7 @@ def unread_fields(config: Mapping[str, Any]) -> list[str]:
     if is_flat_dspark(config):
         kind = DFlashDraftConfig
     own = kind.nested_fields() | (_PEAGLE_FIELDS if kind is PEagleDraftConfig else set())
-    of_layers = {*LayerFields.model_fields, *Qwen3Config().to_dict(), "partial_rotary_factor", *_OF_FILES}
+    of_layers = {*names_taken(read_layers), *Qwen3Config().to_dict(), "partial_rotary_factor", *_OF_FILES}
     places = [("", config, of_layers | own - NESTED_ONLY | {"dflash_config"})]
     places += [(f"{name}.", as_object(config.get(name)), own) for name in ("dflash_config", "eagle_config")]
     before, layers = "", config

@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from sglang_dflash.srt.configs.fields import RopeKind, as_object, first_name, short_repr
+from sglang_dflash.srt.configs.fields import ROPE_KINDS, as_object, first_name, short_repr
 
 # Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
@@ -130,7 +130,7 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     for field in ("rope_parameters", "rope_scaling"):
         rope = as_object(config.get(field))
         kind = rope.get("rope_type") or rope.get("type")
-        if isinstance(kind, str) and kind not in get_args(RopeKind):
+        if isinstance(kind, str) and kind not in ROPE_KINDS:
             findings.append(
                 Unsupported(f"{field} is of kind {short_repr(kind)}, which is not supported", True)
             )
