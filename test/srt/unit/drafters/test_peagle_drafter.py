@@ -225,7 +225,7 @@ class Simulation:
         drafted = np.full(len(chosen), self.width > 1)
         if is_planned and self.width > 1:
             verified = np.full(len(chosen), width - 1)
-            drafted = self.drafter.to_draft(self.pools.rows[chosen].numpy(), verified, verified > 0)
+            drafted = self.drafter.rows_to_draft(self.pools.rows[chosen].numpy(), verified, verified > 0)
         if drafted.any():
             to_draft = [r for r, is_drafted in zip(chosen, drafted) if is_drafted]
             block = self.drafter.propose(self.begin_cycle(to_draft)).tokens
@@ -430,6 +430,6 @@ def test_a_graph_can_be_captured_if_nothing_is_drafted(tmp_path):
 def test_requests_with_half_a_block_go_along_with_an_overdue_one(pending, lengths, chosen, left):
     drafter = SimpleNamespace(most_pending=np.array([5, *pending]), _block_size=8)
     lengths = np.array(lengths)
-    found = PEagleDrafter.to_draft(drafter, np.array([1, 2, 3]), lengths, lengths > 0)
+    found = PEagleDrafter.rows_to_draft(drafter, np.array([1, 2, 3]), lengths, lengths > 0)
     assert found.tolist() == chosen
     assert drafter.most_pending.tolist() == [5, *left]

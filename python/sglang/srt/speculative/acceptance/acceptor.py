@@ -49,8 +49,8 @@ def make_relay(num_rows: int, device: Any) -> Any:
     return relay
 
 
-def cut(accept_len: torch.Tensor, layout: VerifyLayout, caps: np.ndarray) -> torch.Tensor:
-    """Cut accept lengths [bs] int32 at what each request verifies, and at its cap."""
+def limit_to_caps(accept_len: torch.Tensor, layout: VerifyLayout, caps: np.ndarray) -> torch.Tensor:
+    """Limit accept lengths [bs] int32 to what each request verifies, and to its cap."""
     if not layout.is_rectangle:
         accept_len = accept_len.minimum(layout.max_accept)
     if (caps < layout.num_draft_tokens).any():
@@ -167,11 +167,11 @@ class Acceptor:
             tokens = self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens)
         if self._simulation is not None:
             accept_len, tokens = self._simulation.decide(batch.req_pool_indices, tokens, block.tokens)
-            accept_len = cut(accept_len, layout, caps)
+            accept_len = limit_to_caps(accept_len, layout, caps)
             # Random weights may give any logits.
             max_logits = constant(tuple(max_logits.shape), 0.0, max_logits.dtype, max_logits.device)
         elif block.probs is None and not (layout.is_rectangle and (caps >= layout.num_draft_tokens).all()):
-            accept_len = cut(accept_matching_prefix(block.tokens, tokens), layout, caps)
+            accept_len = limit_to_caps(accept_matching_prefix(block.tokens, tokens), layout, caps)
         accepted = accept_blocks(
             accept_len,
             tokens=tokens,

@@ -87,7 +87,7 @@ class Drafter(abc.ABC):
             lengths: [bs], drafted tokens that each verifies. None: whole blocks.
         """
 
-    def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def rows_to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """Choose the requests whose blocks the draft's forward runs in a cycle. [bs] bool
 
         Called once a cycle, and only if requests have different verify lengths.
@@ -99,7 +99,7 @@ class Drafter(abc.ABC):
         """
         return wanted
 
-    def fill(
+    def draw_block(
         self, rows: torch.Tensor, slots: VerifyLayout, anchors: torch.Tensor, sampling_info: Any = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
         """Choose tokens for drafted slots by the head.
@@ -129,7 +129,7 @@ class Drafter(abc.ABC):
         else:
             slots = drafted_slots(tuple(lengths.tolist()), hidden.shape[1], hidden.device, hidden.is_cuda)
         rows = slots.to_rows(hidden[:, : slots.verify_len])
-        drafted, probs = self.fill(rows, slots, anchors.squeeze(1), sampling_info)
+        drafted, probs = self.draw_block(rows, slots, anchors.squeeze(1), sampling_info)
         return DraftBlock(torch.cat((anchors, drafted), dim=1), probs)
 
     @abc.abstractmethod

@@ -35,8 +35,8 @@ def draft_blocks(
     if plan.copies_each_match:
         on_host = np.arange(plan.layout.bs if needs_draft or not drafter.writes_context_apart else 0)
     else:
-        verified = plan.layout.num_draft_tokens
-        on_host = np.flatnonzero(drafter.to_draft(table_rows(batch), verified, (verified > 0) & ~plan.copies))
+        rows, verified = table_rows(batch), plan.layout.num_draft_tokens
+        on_host = np.flatnonzero(drafter.rows_to_draft(rows, verified, (verified > 0) & ~plan.copies))
         num_slots = block_size if len(on_host) or verify_len > 1 else 1
     cycle = Cycle.begin(batch, target_runner, drafter.mask_token_id, num_slots)
     block = draft_subset(

@@ -251,7 +251,7 @@ class DFlash2Drafter(DFlashDrafter):
             probs = DraftProbs(probs.ids.clone(), probs.probs)
         return DraftBlock(torch.cat((cycle.tokens[:, :1], drafted), dim=1), probs)
 
-    def fill(
+    def draw_block(
         self, rows: torch.Tensor, slots: VerifyLayout, anchors: torch.Tensor, sampling_info: Any = None
     ) -> tuple[torch.Tensor, DraftProbs | None]:
         candidates = Candidates(*map(slots.to_blocks, self._model.candidates(rows)))

@@ -220,9 +220,9 @@ class PEagleDrafter(Drafter):
             pending=self._pending,
         )
         if cycle.layout.is_rectangle and cycle.verify_len == self._block_size:
-            self.most_pending[:] = self._block_size  # `to_draft` may not have been asked
+            self.most_pending[:] = self._block_size  # `rows_to_draft` may not have been asked
 
-    def to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    def rows_to_draft(self, rows: np.ndarray, lengths: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         """See `Drafter`. A request has room for a block's rows, and pending ones wait there too.
 
         Requests with half a block go along: one forward for all takes less time than one for each.
