@@ -29,7 +29,7 @@ def roll_out(url: str, what: str) -> None:
 
 
 def update(url: str, folder: str, version: str) -> None:
-    """Load a checkpoint. Nothing has changed if the server refuses it."""
+    """Load a checkpoint. Nothing has changed if the server refuses a draft."""
     body = {"model_path": folder, "weight_version": version, "flush_cache": True}
     answer = requests.post(f"{url}/update_weights_from_disk", json=body, timeout=600).json()
     if not answer["success"]:

@@ -85,7 +85,8 @@ managers.schedule_batch.ScheduleBatch
   parallel.py write spec_info: a step of other ranks
 managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
   weight_updates.py override _select_runners begin_weight_update end_weight_update: errors as answers
-  weight_updates.py override update_weights_from_distributed update_weights_from_tensor: errors as answers
+  weight_updates.py override update_weights_from_disk update_weights_from_distributed: errors as answers
+  weight_updates.py override update_weights_from_ipc update_weights_from_tensor: errors as answers
 managers.utils.GenerationBatchResult
   dflash_worker.py write kv_loc_plan new_seq_lens next_draft_input: a cycle's results
 mem_cache.kv_cache_configurator.KVCacheConfigurator
@@ -102,7 +103,6 @@ model_executor.graph_shared_output.GraphSharedOutput
 model_executor.model_runner.ModelRunner
   dflash_utils.py write shared_read_done_event: rows stay until a step has ended
   dflash_worker.py write sampling_prewarm_result: no second warm-up
-  weight_updates.py write weight_updater: updates reach the model that they name
 sampling.sampling_batch_info.SamplingBatchInfo
   acceptance/constraints.py write acc_additive_penalties acc_scaling_penalties: ours instead
   dflash_worker.py write need_top_k_sampling: filters of drawn tokens

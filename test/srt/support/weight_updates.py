@@ -22,7 +22,7 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.speculative.weight_updates import WeightUpdateRequests, route_weight_updates
+from sglang_dflash.srt.speculative.weight_updates import WeightUpdateRequests
 
 DRAFTS = {
     "DFlash": (DFlashDraftModel, DRAFT),
@@ -75,7 +75,6 @@ class Pair:
         self.draft = draft or build_draft(kind, tensors_of(DRAFTS[kind][1]))
         self.draft.borrow_from_target(self.target.model.embed_tokens, self.target.lm_head)
         self.runners = [self._runner(self.target, rank), self._runner(self.draft, rank)]
-        route_weight_updates(*self.runners)
         workers = [
             SimpleNamespace(weight_update_runners=lambda pair=pair: [pair], model_runner=pair[1])
             for pair in zip(("target", "draft"), self.runners, strict=True)
@@ -179,17 +178,16 @@ def serialized(tensors: Tensors, way: str = "tensors") -> bytes:
 def run_rank(rank: int, folder: Path) -> None:
     """Send updates to one of two ranks that only rank 1 cannot take, and save the answers."""
     pair, answers = Pair(rank=rank), {}
-    updater = pair.runners[0].weight_updater
     good = {"model.norm.weight": torch.full((256,), 2.0)}
     payload = serialized(good)
     fits, short = (serialized({"norm.weight": torch.ones(size)}) for size in (256, 3))
-    load, receive = updater._load_weights, WeightUpdater.receive_weights_from_distributed
+    load, receive = Qwen3ForCausalLM.load_weights, WeightUpdater.receive_weights_from_distributed
 
     def fail(*_, **__):
         raise OSError("lost")
 
-    def fail_late(weights):
-        load(weights)
+    def fail_late(model, weights):
+        load(model, weights)
         return fail() if rank == 1 else None
 
     def note(case: str, update, *arguments) -> None:
@@ -204,10 +202,9 @@ def run_rank(rank: int, folder: Path) -> None:
     note("another shape", pair.send_payloads, [fits, short], "draft")
     with patch.object(WeightUpdater, "receive_weights_from_distributed", fail if rank == 1 else receive):
         note("no tensors of the group", pair.send_received, good)
-    updater._load_weights = fail_late
-    note("in the copies", pair.send_payloads, [payload, payload])
-    note("in the copies of a file", pair.load, TARGET)
-    updater._load_weights = load
+    with patch.object(Qwen3ForCausalLM, "load_weights", fail_late):
+        note("in the copies", pair.send_payloads, [payload, payload])
+        note("in the copies of a file", pair.load, TARGET)
     note("none", pair.send_payloads, [serialized({"model.norm.weight": torch.full((256,), 3.0)})] * 2)
     assert pair.end().success
     (folder / f"updates-{rank}.json").write_text(json.dumps(answers))

@@ -51,7 +51,6 @@ from sglang_dflash.srt.speculative.parallel import as_draft, run_idle
 from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import warm_up
-from sglang_dflash.srt.speculative.weight_updates import route_weight_updates
 from sglang_dflash.srt.speculative.width.controller import LengthChooser, WholeBlocks
 from sglang_dflash.srt.speculative.width.measure import make_chooser, settings_of_adaptive_lengths
 
@@ -94,7 +93,6 @@ class DFlashWorker(BaseSpecWorker):
         self._in_flight = CyclesInFlight()
         self._recorder = start_recording(target_worker, self.metrics.count_recorded)
         self.observers: list[CycleObserver] = []
-        route_weight_updates(target_runner, draft_runner)
 
     def __getattr__(self, name: str) -> Any:
         # SGLang uses this worker as the target's in many places. A lookup before __init__ would recurse.

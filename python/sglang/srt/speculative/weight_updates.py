@@ -5,13 +5,13 @@ ends the scheduler. Here each model takes its own tensors, and an error is an an
 A draft's tensors are checked before anything is written.
 """
 
-import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import lru_cache, partial, partialmethod
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.configs.checkpoint import read_config
@@ -20,222 +20,69 @@ from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
-from sglang_dflash.srt.models.loading import CheckedTensors, check_tensors, load_tensors
+from sglang_dflash.srt.models.loading import check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import model_layer
 from sglang_dflash.srt.patching import WORKER, patches
 
+T = TypeVar("T")
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-def is_draft(config: dict[str, Any]) -> bool:
-    """Return whether a config.json is a draft's."""
-    architectures = config.get("architectures") or [""]
-    others = *FLAT_PEAGLE_ARCHITECTURES, *DSPARK_ARCHITECTURES
-    is_named = "DraftModel" in architectures[0] or architectures[0] in others
-    return is_speculators_config(config) or "dflash_config" in config or is_named
+class Failure(ValueError):
+    """An error of a weight update that all ranks know."""
 
 
-def first_problem(problem: str) -> str:
-    """Return, on every rank, the problem of the first rank that has one, or an empty text."""
-    group = get_parallel().tp_group
+def on_all_ranks(run: Callable[[], T]) -> T:
+    """Run, and raise Failure on all ranks if one fails, with the first rank's error."""
+    problem, group = "", get_parallel().tp_group
+    try:
+        result = run()
+    except Failure:
+        raise
+    except Exception as error:  # a broken checkpoint can raise anything
+        problem = f"{type(error).__name__}: {error}"
     problems = [problem] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
-    return next(filter(None, problems), "")
+    if any(problems):
+        raise Failure(next(filter(None, problems)))
+    return result
 
 
-def format_error(error: Exception) -> str:
-    """Return the kind and the text of an error."""
-    return f"{type(error).__name__}: {error}"
+def owner_of_checkpoint(folder: str) -> str:
+    """Return whose weights a folder has by its config.json, "target" or "draft"."""
+    config = read_config(folder, None) or {}  # trainers write the target's weights without one
+    name = (config.get("architectures") or [""])[0]
+    is_named = "DraftModel" in name or name in (*FLAT_PEAGLE_ARCHITECTURES, *DSPARK_ARCHITECTURES)
+    return "draft" if is_named or "dflash_config" in config or is_speculators_config(config) else "target"
 
 
-def make_owner(draft: Any, target: Any) -> Callable[[str], bool]:
-    """Make the function that tells by its name whether a tensor belongs to the draft.
+@lru_cache(maxsize=1)
+def owner_by_name(draft: Any, target: Any) -> Callable[[str], str]:
+    """Make the function that tells by its name whose a tensor is, "target" or "draft".
 
-    It is for the selector "all". A trainer sends a target's tensors as Hugging Face names them:
-    `model.layers.0...`, `lm_head.weight`. A draft's names have no prefix. SGLang's targets take many names
-    without a prefix too. The function raises ValueError for a name of both models.
+    A trainer sends a target's tensors as Hugging Face names them: `model.layers.0...`, `lm_head.weight`. A
+    draft's names have no prefix. SGLang's targets take many names without a prefix too. The function raises
+    ValueError for a name of both models.
     """
-    expected, _ = expected_tensors(draft.config, draft.draft)
-    names = [*expected, *IGNORED_TENSORS, *(name for name, _ in draft.named_parameters())]
+    names = [*expected_tensors(draft.config, draft.draft)[0], *IGNORED_TENSORS]
+    names += [name for name, _ in draft.named_parameters()]
     of_draft = {_module(name) for name in names} - {"lm_head"}
-    paths = [name.split(".") for name, _ in target.named_modules()]
-    of_target = {".".join(path[start:]) for path in paths for start in range(len(path))}
+    of_target = [f".{path}" for path, _ in target.named_modules()]
 
-    def belongs_to_draft(name: str) -> bool:
+    def owner(name: str) -> str:
         module = _module(canonical_name(name))
         if name.startswith("model.") or module not in of_draft:
-            return False
-        if model_layer(module)[0] in of_target:
+            return "target"
+        if any(path.endswith(f".{model_layer(module)[0]}") for path in of_target):
             raise ValueError(f"{name} may be the target's or the draft's: send it with either's selector")
-        return True
+        return "draft"
 
-    return belongs_to_draft
+    return owner
 
 
 def _module(name: str) -> str:
     return name.rpartition(".")[0] or name
-
-
-def route_weight_updates(target_runner: Any, draft_runner: Any) -> None:
-    """Give both runners an updater that takes their own tensors."""
-    draft = draft_runner.model
-    belongs_to_draft = make_owner(draft, target_runner.model)
-    for runner in (target_runner, draft_runner):
-        runner.weight_updater = RoutedUpdater(runner, draft, belongs_to_draft)
-
-
-class RoutedUpdater:
-    """SGLang's WeightUpdater of one runner, for tensors of the runner's model.
-
-    Args:
-        runner: SGLang's, of the target or the draft.
-        draft: the draft's model.
-        belongs_to_draft: tells by its name whose a tensor is.
-
-    Attributes:
-        selector: of the update: "target", "draft" or "all". SGLang does not pass it on.
-    """
-
-    def __init__(self, runner: Any, draft: Any, belongs_to_draft: Callable[[str], bool]):
-        self._updater, self._model, self._draft = runner.weight_updater, runner.model, draft
-        self._belongs_to_draft = belongs_to_draft
-        self._kind = "draft" if runner.model is draft else "target"
-        self.selector = "all"
-        self._is_whole = False  # a draft must get all its tensors
-        self._problem = ""  # of some rank, once all ranks know it
-        self._has_written = False
-        self._load_weights = self._model.load_weights
-        self._model.load_weights = self._load  # all ways of SGLang end here, except for some load formats
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._updater, name)
-
-    # -- SGLang's interface
-
-    def update_weights_from_disk(self, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        """Load a checkpoint of this runner's kind. A draft's must be whole."""
-        # Trainers write the target's weights into bare folders, without a config.json.
-        if is_draft(read_config(model_path, None) or {}) != (self._kind == "draft"):
-            return True, "Succeeded to update model weights."  # it is the other model's
-        self.selector, self._is_whole = self._kind, True
-        load = self._updater.update_weights_from_disk
-        is_done, message = self._update(lambda: load(model_path, *args, **kwargs))
-        self._is_whole = False
-        return is_done, message if is_done else f"{model_path!r}: {message}"
-
-    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None):
-        """Load tensors, or a flattened bucket of them."""
-
-        def update() -> tuple[bool, str]:
-            if load_format not in (None, "flattened_bucket"):  # past `load_weights`
-                if self.selector == "all":
-                    raise ValueError(f'load_format {load_format!r} needs the selector "target" or "draft"')
-                self._has_written = True
-            return self._updater.update_weights_from_tensor(named_tensors, load_format)
-
-        return self._update(update)
-
-    def receive_weights_from_distributed(self, **options: Any) -> Any:
-        """Receive tensors, for `load_weights_from_distributed` of both runners."""
-        return self._on_all_ranks(lambda: self._updater.receive_weights_from_distributed(**options))
-
-    def load_weights_from_distributed(self, named_tensors: Any) -> tuple[bool, str]:
-        """Load received tensors."""
-        return self._update(lambda: self._updater.load_weights_from_distributed(named_tensors))
-
-    def update_weights_from_ipc(self, recv_req: Any) -> tuple[bool, str]:
-        """Load tensors from the checkpoint engine, which sends them once, for the target."""
-        if self._kind == "draft":
-            return True, "The draft takes no weights from the checkpoint engine."
-        self.selector = "target"
-        return self._update(lambda: self._updater.update_weights_from_ipc(recv_req))
-
-    def begin_weight_update(self) -> None:
-        """Unpack quantized weights. Raises on all ranks if one fails."""
-        self._on_all_ranks(self._updater.begin_weight_update)
-
-    def end_weight_update(self, *, run_post_load: bool) -> None:
-        """Pack quantized weights. Raises on all ranks if one fails."""
-        self._on_all_ranks(lambda: self._updater.end_weight_update(run_post_load=run_post_load))
-        self._draft.renew_copies()
-
-    # -- an update
-
-    def _update(self, update: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
-        """Run an update of SGLang's, and return its outcome, which is the same on all ranks."""
-        self._problem, self._has_written = "", False
-        try:
-            with hold_plain_weights(self._model):
-                is_done, message = update()
-            problem = "" if is_done else message
-        except Exception as error:  # a broken checkpoint can raise anything
-            problem = format_error(error)
-        self._problem = self._problem or first_problem(problem)
-        if self._has_written:
-            self._draft.renew_copies()
-        if not self._problem:
-            return True, message
-        state = "its weights may be partly updated" if self._has_written else "the old weights stay"
-        return False, f"No weight update of the {self._kind}, {state}: {self._problem}"
-
-    def _on_all_ranks(self, run: Callable[[], Any]) -> Any:
-        """Run, and raise ValueError on all ranks if one fails."""
-        result, problem = None, ""
-        try:
-            result = run()
-        except Exception as error:
-            problem = format_error(error)
-        self._problem = first_problem(problem)
-        if self._problem:
-            raise ValueError(self._problem)
-        return result
-
-    def _load(self, weights: Weights) -> Any:
-        """Load this model's tensors, in place of its `load_weights`."""
-        if self._problem:  # SGLang loads once more after a failure, then packs quantized weights again
-            return None
-        own, checked = self._on_all_ranks(lambda: self._check(weights))
-        self._has_written = True
-        if self._kind == "draft":
-            return self._on_all_ranks(lambda: load_tensors(self._draft, checked))
-        return self._on_all_ranks(lambda: self._load_weights(own))
-
-    def _check(self, weights: Weights) -> tuple[Weights, CheckedTensors | None]:
-        """Return the target's tensors, and the draft's as checked.
-
-        Of an update of both models the target is the first to load, and checks the draft's tensors before.
-
-        Raises:
-            ValueError: The draft's tensors do not fit, or a tensor may be of either model.
-        """
-        if self.selector == "target":
-            return weights, None
-        tensors: dict[bool, list[tuple[str, torch.Tensor]]] = {False: [], True: []}
-        for name, tensor in weights:
-            is_of_draft = self.selector == "draft" or self._belongs_to_draft(name)
-            tensors[is_of_draft].append((name, tensor))
-        return tensors[False], check_tensors(self._draft, tensors[True], is_update=not self._is_whole)
-
-
-def _answering_errors(name: str) -> Callable[[Any, Any], Any]:
-    """Wrap a method of SGLang's entry so that an error is answered as a failure.
-
-    Ranks without one are in the next call of `first_problem`, and then in SGLang's barrier.
-    """
-    update = getattr(SchedulerWeightUpdaterManager, name)
-
-    @functools.wraps(update)
-    def answer(self: Any, recv_req: Any) -> Any:
-        try:
-            return update(self, recv_req)
-        except Exception as error:
-            message = f"No weight update, the old weights stay: {first_problem(format_error(error))}"
-            torch.distributed.barrier(group=self.tp_cpu_group)
-            output = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
-            return output(success=False, message=message)
-
-    return answer
 
 
 @patches(
@@ -243,23 +90,98 @@ def _answering_errors(name: str) -> Callable[[Any, Any], Any]:
     at=WORKER,
     signature="(tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
     "metrics_collector)",
-    feature="weight updates of the draft from tensors",
+    feature="weight updates",
     upstream="docs/dev/upstream/weight-updates.md",
 )
-class WeightUpdateRequests(SchedulerWeightUpdaterManager):
-    """Entry of weight updates, which passes their selector on and answers errors.
+class WeightUpdateRequests(Manager):
+    """Entry of weight updates. While one runs, the models' `load_weights` is `_load`.
 
     A payload may be unreadable or too short for the ranks, or a selector unknown.
     """
 
-    def _select_runners(self, selector: str = "all") -> Any:
-        runners = super()._select_runners(selector)
-        for _, runner in runners:
-            if isinstance(runner.weight_updater, RoutedUpdater):
-                runner.weight_updater.selector = selector
-        return runners
+    _owner: str | None = None  # of a whole checkpoint or stream, whose request has no selector
+    _failure: Failure | None = None
 
-    update_weights_from_tensor = _answering_errors("update_weights_from_tensor")
-    update_weights_from_distributed = _answering_errors("update_weights_from_distributed")
-    begin_weight_update = _answering_errors("begin_weight_update")
-    end_weight_update = _answering_errors("end_weight_update")
+    def _select_runners(self, selector: str = "all") -> Any:
+        self._selector = self._owner or selector
+        return super()._select_runners(self._selector)
+
+    def answer(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
+        """Run an update of SGLang's, on all ranks or with an answer that says why not."""
+        runners = dict(super()._select_runners())
+        self._models = {owner: runner.model for owner, runner in runners.items()}
+        self._failure, self._written = None, ""
+        for owner, model in self._models.items():
+            model.load_weights = partial(self._load, owner)
+        try:
+            return on_all_ranks(lambda: self._run(update, recv_req))
+        except Failure as failure:
+            state = f"the {self._written}'s weights may be partly updated" if self._written else ""
+            output = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
+            message = f"No weight update, {state or 'the old weights stay'}: {failure}"
+            return output(success=False, message=message)
+        finally:
+            self._owner = None
+            for model in self._models.values():
+                del model.load_weights
+            self._models["draft"].renew_copies()
+
+    def _run(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
+        if isinstance(recv_req, io_struct.UpdateWeightFromDiskReqInput):
+            self._owner = owner_of_checkpoint(recv_req.model_path)
+        elif isinstance(recv_req, io_struct.UpdateWeightsFromIPCReqInput):
+            self._owner = "target"  # the checkpoint engine sends its stream once
+        elif isinstance(recv_req, io_struct.UpdateWeightsFromTensorReqInput):
+            if (load_format := recv_req.load_format) not in (None, "flattened_bucket"):  # past `load_weights`
+                if recv_req.selector == "all":
+                    raise ValueError(f'load_format {load_format!r} needs the selector "target" or "draft"')
+                self._written = recv_req.selector
+        is_agreed = not self._written and hasattr(recv_req, "flush_cache")  # by `_load`, before it writes
+        try:
+            output = update(self, recv_req)
+        except Exception:
+            if not is_agreed:  # other ranks wait at the end
+                torch.distributed.barrier(group=self.tp_cpu_group)
+            raise
+        if self._failure is not None:  # SGLang may have caught it
+            raise self._failure
+        if not output.success and not self._written:
+            raise ValueError(output.message)
+        return output
+
+    def _load(self, owner: str, weights: Weights) -> Any:
+        """Load a model's tensors."""
+        if self._failure is not None:  # SGLang loads once more after a failure, then packs quantized weights
+            return None
+        model = self._models[owner]
+        load = partial(load_tensors, model) if owner == "draft" else partial(type(model).load_weights, model)
+        try:
+            own = on_all_ranks(lambda: self._own_tensors(owner, weights))
+            self._written = owner
+            with hold_plain_weights(model):
+                return on_all_ranks(lambda: load(own))
+        except Failure as failure:
+            self._failure = failure
+            raise
+
+    def _own_tensors(self, model_owner: str, weights: Weights) -> Any:
+        """Return a model's tensors; the draft's as checked.
+
+        Of an update of both models the target is the first to load, and checks the draft's tensors before.
+        """
+        if self._selector == "target":
+            return weights
+        draft = self._models["draft"]
+        tensors: dict[str, list[tuple[str, torch.Tensor]]] = {"target": [], "draft": []}
+        owner = owner_by_name(draft, self._models["target"])
+        for name, tensor in weights:
+            tensors["draft" if self._selector == "draft" else owner(name)].append((name, tensor))
+        checked = check_tensors(draft, tensors["draft"], is_update=self._owner is None)
+        return checked if model_owner == "draft" else tensors["target"]
+
+    update_weights_from_disk = partialmethod(answer, Manager.update_weights_from_disk)
+    update_weights_from_tensor = partialmethod(answer, Manager.update_weights_from_tensor)
+    update_weights_from_distributed = partialmethod(answer, Manager.update_weights_from_distributed)
+    update_weights_from_ipc = partialmethod(answer, Manager.update_weights_from_ipc)
+    begin_weight_update = partialmethod(answer, Manager.begin_weight_update)
+    end_weight_update = partialmethod(answer, Manager.end_weight_update)

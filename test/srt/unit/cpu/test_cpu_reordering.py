@@ -151,19 +151,16 @@ def test_the_first_tokens_of_a_reordered_head(keeps_plain):
         torch.testing.assert_close(found, exact.topk(3, dim=-1).values, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("way", ["tensors", "bucket", "distributed", "no session"])
+@pytest.mark.parametrize("way", ["tensors", "bucket", "distributed"])
 def test_updates_reorder_again(way, pair):
-    """What changes is reordered again, the head's weight too. SGLang 0.5.22 has no sessions for all ways."""
+    """What changes is reordered again, the head's weight too."""
     name = "model.layers.0.mlp.down_proj"
     old, tensors = weights(pair.target), halves(tensors_of(TARGET))
     names = (f"{name}.weight", "model.embed_tokens.weight")
     new = {one: tensors[one].roll(1, 0) for one in names}
     draft = weights(pair.draft)
     kv = pair.draft.layers[0].self_attn.context_kv_weight()[0].clone()
-    if way == "no session":
-        assert pair.runners[0].weight_updater.load_weights_from_distributed(new.items())[0]
-    else:
-        assert pair.send(new, "target", way)[0]
+    assert pair.send(new, "target", way)[0]
     found = weights(pair.target)
     assert torch.equal(found.pop(name), new[f"{name}.weight"])
     heads = [one for one in found if "embed_tokens" in one or "lm_head" in one]

@@ -17,6 +17,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 import torch
 from safetensors.torch import save_file
 from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
+from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from support.draft_cases import BASE, random_weights
@@ -129,7 +130,7 @@ def test_what_does_not_fit_the_target_is_answered(selector, way, pair):
     """SGLang's loader writes the tensors before it, as without a draft."""
     tensors, before = tensors_of(TARGET), state(pair.draft)
     is_done, message = pair.send({**changed(tensors, UP), NORM: torch.zeros(3)}, selector, way)
-    assert not is_done and "of the target, its weights may be partly updated" in message, message
+    assert not is_done and "the target's weights may be partly updated" in message, message
     assert same(state(pair.draft), before)
     assert pair.send(tensors, "target")[0]
 
@@ -253,7 +254,7 @@ def test_a_broken_checkpoint_on_disk(checkpoint, change, words, pair, tmp_path, 
     before = state(pair.draft)
     assert not pair.load(tmp_path / "nothing")[0] and steps == []
     is_done, message = pair.load(broken)
-    assert not is_done and words in message and str(broken) in message
+    assert not is_done and words in message
     assert same(state(pair.draft), before)
     assert (IS_0_5_22 or steps[0] == "restore") and steps[-1] == "postprocess"
     assert pair.load(TARGET)[0] and pair.load(DRAFT)[0]
@@ -265,14 +266,14 @@ def test_the_checkpoint_engine_updates_the_target(pair, monkeypatch):
 
     def update(self, recv_req):
         log.append(self.get_model())
-        self.get_model().load_weights(iter(recv_req.items()))
+        self.get_model().load_weights(iter(recv_req.zmq_handles.items()))
         return True, "done"
 
     monkeypatch.setattr(WeightUpdater, "update_weights_from_ipc", update)
-    requests = SimpleNamespace(weight_version=None, flush_cache=True, torch_empty_cache=False)
+    request = UpdateWeightsFromIPCReqInput(zmq_handles={})
     for new, is_done in (({NORM: torch.zeros(3)}, False), (tensors_of(TARGET), True)):
-        requests.items = new.items
-        assert pair.requests.update_weights_from_ipc(requests).success == is_done
+        request.zmq_handles = new
+        assert pair.requests.update_weights_from_ipc(request).success == is_done
     assert log == [pair.target] * 2
 
 
