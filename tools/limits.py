@@ -27,7 +27,7 @@ from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
 from sglang_dflash.srt.configs import draft_kinds, fields, unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
-from sglang_dflash.srt.speculative import request_fields
+from sglang_dflash.srt.speculative import caps, request_checks
 from sglang_dflash.srt.speculative.targets import kinds
 
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
@@ -244,9 +244,9 @@ def requests() -> str:
 
 
 def _of_the_front_end() -> Iterable[tuple[str, str]]:
-    for field, value in (("n", request_fields.MAX_ANSWERS + 1), ("stop_regex", "("), ("temperature", "hot")):
+    for field, value in (("n", request_checks.MAX_ANSWERS + 1), ("stop_regex", "("), ("temperature", "hot")):
         try:
-            request_fields._check_sampling({field: value})
+            request_checks._check_sampling({field: value})
         except ValueError as error:
             yield field, str(error)
 
@@ -264,9 +264,9 @@ def _of_the_scheduler() -> Iterable[tuple[str, str]]:
         ("return_hidden_states", {"return_hidden_states": True}, {}),
         ("min_p", {}, {"min_p": 0.1}),
         ("regex", {}, {"regex": "a"}),
-        ("custom_params", {}, {"custom_params": {request_fields.FIELD: -1}}),
+        ("custom_params", {}, {"custom_params": {caps.FIELD: -1}}),
         ("stop_token_ids", {}, {"stop_token_ids": [1000]}),
-        ("top_k", {}, {"top_k": request_fields.MAX_TOP_K + 1}),
+        ("top_k", {}, {"top_k": request_checks.MAX_TOP_K + 1}),
         ("top_logprobs_num", {"top_logprobs_num": 1001}, {}),
         ("logprob_start_len", {"logprob_start_len": -2}, {}),
         ("input_embeds", {"input_embeds": [[0.0]]}, {}),
@@ -275,11 +275,11 @@ def _of_the_scheduler() -> Iterable[tuple[str, str]]:
         deterministic=SimpleNamespace(enable_deterministic_inference=True),
         kernel=SimpleNamespace(grammar_backend="outlines"),
     )
-    with patch.object(request_fields, "get_exec", lambda: execution):
+    with patch.object(request_checks, "get_exec", lambda: execution):
         for field, of_request, sampling in bad:
             params = SamplingParams(**sampling)
             request = SimpleNamespace(**served | of_request, sampling_params=params)
-            said = request_fields.find_problem(request, model)
+            said = request_checks.find_problem(request, model)
             assert said is not None, field
             yield field, said
 

@@ -69,20 +69,20 @@ layers.logits_processor.LogitsProcessorOutput
 managers.detokenizer_manager.DecodeStatus
   plugins/streams.py override sent_offset: an offset that never goes back
 managers.io_struct.TokenizedGenerateReqInput
-  request_fields.py write custom_logit_processor input_embeds input_ids sampling_params: a refused request
-  request_fields.py write logprob_start_len token_ids_logprob top_logprobs_num: a refused request
-  request_fields.py write return_hidden_states return_logprob return_sampling_mask: a refused request
+  request_checks.py write custom_logit_processor input_embeds input_ids sampling_params: a refused request
+  request_checks.py write logprob_start_len token_ids_logprob top_logprobs_num: a refused request
+  request_checks.py write return_hidden_states return_logprob return_sampling_mask: a refused request
 managers.schedule_batch.Req
   acceptance/processors.py write custom_logit_processor sampling_params to_finish: errors end a request
   dflash_info.py write decode_batch_idx: count cycles
-  dflash_utils.py write finished_len finished_reason grammar output_ids to_finish: the first stop of a block
-  dflash_utils.py write reasoning_tokens: none behind the stop
-  request_fields.py write origin_input_ids: an empty prompt
+  stops.py write finished_len finished_reason grammar output_ids to_finish: the first stop of a block
+  stops.py write reasoning_tokens: none behind the stop
+  kv_pool.py write origin_input_ids: a prompt that is cut to the pool
 managers.schedule_batch.ScheduleBatch
   cycle/measured.py write sampling_info: start-up cycles
   cycle/verify.py write forward_mode input_ids out_cache_loc seq_lens_cpu seq_lens_sum spec_info: the verify
   dflash_info.py write seq_lens_cpu seq_lens_sum: reserved slots
-  parallel.py write spec_info: a step of other ranks
+  idle_rank.py write spec_info: a step of other ranks
 managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager
   weight_updates.py override _select_runners begin_weight_update end_weight_update: errors as answers
   weight_updates.py override update_weights_from_disk update_weights_from_distributed: errors as answers
@@ -94,7 +94,7 @@ mem_cache.kv_cache_configurator.KVCacheConfigurator
 mem_cache.memory_pool.ReqToTokenPool
   drafters/peagle.py write write: the draft's table follows
 mem_cache.prefill_budget.PrefillBudget
-  dflash_utils.py read _available_and_evictable: free slots
+  kv_pool.py read _available_and_evictable: free slots
 model_executor.forward_batch_info.ForwardBatch
   cycle/verify.py write can_run_decode_cuda_graph: without graphs if no graph fits
 model_executor.graph_shared_output.GraphSharedOutput
@@ -109,7 +109,8 @@ sampling.sampling_batch_info.SamplingBatchInfo
   warm_up.py write acc_additive_penalties: a batch with penalties
 sampling.sampling_params.SamplingParams
   acceptance/processors.py write custom_params: a processor's request
-  request_fields.py write max_new_tokens: the KV pool's end
+  kv_pool.py write max_new_tokens: the KV pool's end
+  request_checks.py write max_new_tokens: a refused request
   warm_up.py write min_new_tokens: a batch with penalties
 speculative.base_spec_worker.BaseSpecWorker
   dflash_worker.py override alloc_memory_pool init_attention_backends init_cuda_graphs: a worker's calls

@@ -21,7 +21,7 @@ from support.engine import start
 from support.scheduled import Answer, Job, Oracle, run
 from tokenizers import Tokenizer
 
-from sglang_dflash.srt.speculative import request_fields
+from sglang_dflash.srt.speculative import kv_pool
 from sglang_dflash.srt.speculative.dflash_info import NOT_RESERVED, DFlashDraftInput, reserve_slots
 
 CONTEXT = 128
@@ -81,8 +81,8 @@ def test_a_reservation_ends_with_the_row(block, page):
 
 @pytest.fixture
 def serve_pool_of() -> Iterator[Callable[[object], None]]:
-    yield request_fields.limit_to_kv_pool
-    request_fields.limit_to_kv_pool(None)
+    yield kv_pool.limit_to_kv_pool
+    kv_pool.limit_to_kv_pool(None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_requests_end_with_the_pool(pool, page, prompt, wanted, given, serve_poo
     params = SimpleNamespace(max_new_tokens=wanted)
     request = SimpleNamespace(origin_input_ids=[7] * prompt, sampling_params=params)
     with get_spec().override(speculative_num_draft_tokens=8):
-        refusal = request_fields.end_with_pool(request)
+        refusal = kv_pool.end_with_pool(request)
     if isinstance(given, int):
         assert refusal is None and params.max_new_tokens == given
     else:
@@ -123,7 +123,7 @@ def test_a_prompt_may_be_cut_to_the_pool(serve_pool_of):
         get_spec().override(speculative_num_draft_tokens=8),
         get_serving().override(allow_auto_truncate=True),
     ):
-        assert request_fields.end_with_pool(request) is None
+        assert kv_pool.end_with_pool(request) is None
     assert request.origin_input_ids == [*range(581)] and params.max_new_tokens == 1
 
 

@@ -39,8 +39,8 @@ from support.servers import FLOAT32, Reference
 from sglang_dflash.srt.arg_groups.support import dp_attention_findings
 from sglang_dflash.srt.speculative import parallel
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
+from sglang_dflash.srt.speculative.dflash_utils import check_borrowed_layers
 from sglang_dflash.srt.speculative.drafters import build
-from sglang_dflash.srt.speculative.parallel import check_borrowed_layers
 
 DP_ATTENTION = ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention", "--enable-dp-lm-head")
 UNEVEN = (8, 40, 17, 64)  # lengths: some end long before others

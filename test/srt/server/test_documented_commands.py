@@ -42,10 +42,10 @@ from support.servers import FLOAT32, run_to_end
 from sglang_dflash import doctor
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.request_fields import requested_caps
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 COMMANDS = list(dict.fromkeys(commands()))

@@ -14,7 +14,7 @@ from serving import TARGET, Server, dflash_arguments
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support.servers import FLOAT32
 
-from sglang_dflash.srt.speculative.request_fields import _INTERNAL
+from sglang_dflash.srt.speculative.request_checks import _INTERNAL
 
 pytestmark = pytest.mark.server
 

@@ -71,7 +71,7 @@ class DFlashAlgorithm(CustomSpecAlgo):
 
     def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
         """Carry requests that another server has prefilled into their first cycle."""
-        from sglang_dflash.srt.speculative.parallel import build_disagg_draft_input
+        from sglang_dflash.srt.speculative.disaggregation import build_disagg_draft_input
 
         return build_disagg_draft_input(batch, last_tokens_tensor, future_map)
 

@@ -1,8 +1,7 @@
 """The modules that hold patches of SGLang, by the time when the patches are made.
 
 A patch stands over its function (`srt/patching.py`). What of DFLASH makes each necessary is in
-docs/dev/contracts.md. `tools/sglang_diff` compares all with any SGLang, installed or not. The procedure for a
-new SGLang is in docs/dev/updating-sglang.md.
+docs/dev/contracts.md. `tools/sglang_diff` compares all with any SGLang (docs/dev/updating-sglang.md).
 """
 
 from sglang_dflash.srt import environ
@@ -20,7 +19,7 @@ from sglang_dflash.srt.patching import (
 # Below `sglang_dflash.srt`.
 MODULES: dict[str, tuple[str, ...]] = {
     LOAD: ("arg_groups.options",),
-    FRONT_END: ("speculative.request_fields", "plugins.tool_parsers", "plugins.streams"),
+    FRONT_END: ("speculative.request_checks", "plugins.tool_parsers", "plugins.streams"),
     DETOKENIZER: ("plugins.streams",),
     WORKER: (
         "plugins.server_info",
@@ -29,10 +28,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         "layers.attention.ragged_rows",
         "speculative.targets.kinds",
         "speculative.dflash_info",
-        "speculative.dflash_utils",
+        "speculative.kv_pool",
+        "speculative.stops",
         "speculative.weight_updates",
         "speculative.acceptance.processors",
-        "speculative.request_fields",
+        "speculative.request_checks",
     ),
     FALLBACK: ("plugins.server_info",),
     CPU_ATTENTION: (),

@@ -1,14 +1,16 @@
-"""Start-up checks of KV budget and graph memory; fences; patches of SGLang's steps."""
+"""Ranks, layers, graph memory and request rows that the target and the draft share."""
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import draft_pp_context
 
-from sglang_dflash.srt.compat import budgeted_draft_bytes
-from sglang_dflash.srt.patching import WORKER, patches
+from sglang_dflash.srt.compat import run_as_draft
 
 logger = logging.getLogger(__name__)
 
@@ -16,20 +18,32 @@ logger = logging.getLogger(__name__)
 DRAFT_GRAPHS_NEED_GB = 1.0
 
 
-def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
-    """Raise RuntimeError unless the draft's KV pool has the target's slots and fits.
+@contextlib.contextmanager
+def as_draft(layout: Any) -> Iterator[None]:
+    """Build and run the draft as if the ranks of its layout were all there are."""
+    with draft_pp_context(), run_as_draft(layout):
+        yield
 
-    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config. If
-    the reading fails, SGLang guesses and warns."""
-    target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
-    if draft_pool.size != target_pool.size:
-        raise RuntimeError(
-            f"DFLASH shares KV slots, but target and draft pool hold {target_pool.size} and {draft_pool.size}"
+
+def check_borrowed_layers(layout: Any, target_model: Any) -> None:
+    """Raise ValueError if a layer that the draft borrows is missing, or on other ranks.
+
+    `layout` is that of the draft's ranks.
+    """
+    head = getattr(target_model, "lm_head", None)
+    if head is None:
+        raise ValueError(
+            f"DFLASH borrows the LM head of the target, and {type(target_model).__name__} has none."
         )
-    budgeted = budgeted_draft_bytes(target_runner.kv_cache_configurator)
-    allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
-    if budgeted is None or allocated > budgeted:
-        raise RuntimeError(f"DFLASH draft KV takes {allocated} bytes a token, but {budgeted} were budgeted")
+    if not layout.local_dp:
+        return
+    for name, layer in ("embedding", target_model.get_input_embeddings()), ("LM head", head):
+        # A plain embedding is whole on every rank.
+        if getattr(unwrap_lora_layer(layer), "tp_size", layout.attn_tp_size) != layout.attn_tp_size:
+            raise ValueError(
+                f"DFLASH with DP attention does not support {type(target_model).__name__}: its {name} is "
+                "split over all ranks, and the draft that borrows it is on the ranks that share requests."
+            )
 
 
 def has_room_for_draft_graphs(tp_sync: Any, device: str, gpu_id: int) -> bool:
@@ -56,92 +70,3 @@ def defer_row_reuse(target_runner: Any) -> None:
     forward, before work that reads or writes a table of SGLang's by request row.
     """
     target_runner.shared_read_done_event = None
-
-
-@patches(
-    "sglang.srt.mem_cache.prefill_budget.PrefillBudget.available_chunk_tokens",
-    at=WORKER,
-    signature="(self, chunk_limit)",
-    feature="mixed chunks in a full KV pool",
-    upstream="docs/dev/upstream/prefill-chunks.md",
-)
-def defer_prefill_chunk(original: Callable[..., Any], budget: Any, chunk_limit: int) -> int | None:
-    """Let a chunk wait for KV slots, as rows of blocks fill the pool beside it.
-
-    SGLang's takes a whole chunk if nothing of the budget is left. If the pool has fewer slots, that ends the
-    scheduler. Beside mixed chunks decode rows reserve whole blocks, so a pool gets that full. A chunk that
-    waits goes on once decode rows have ended or were retracted.
-    """
-    wanted = original(budget, chunk_limit)
-    if wanted is None:
-        return None
-    room = budget._available_and_evictable() // budget.page_size * budget.page_size
-    return min(wanted, room) if room > 0 else None
-
-
-@patches(
-    "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-    at=WORKER,
-    signature="(self, new_accepted_len)",
-    feature="stop strings and reasoning tokens as without a draft",
-    upstream="https://github.com/sgl-project/sglang/issues/39826",
-)
-def truncate_at_first_stop(original: Callable[..., None], req: Any, new_accepted_len: int = 1) -> None:
-    """End a block at the first of its stops, and count no reasoning behind it.
-
-    SGLang looks for NaN, then for stop strings in the order of the request, then for stop tokens, then at the
-    length. The one that it finds in a run may come after another. It looks for none if the request is
-    aborted. It also counts the reasoning of the whole run.
-    """
-    if req.finished() or not 0 < new_accepted_len <= len(req.output_ids):
-        original(req, new_accepted_len)
-        return
-    abort, req.to_finish = req.to_finish, None
-    run = req.output_ids[-new_accepted_len:]
-    original(req, new_accepted_len)
-    if req.finished_len is not None and new_accepted_len > 1:
-        _stop_token_by_token(req, original, run)
-        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
-    if abort:
-        req.finished_reason = abort
-
-
-@patches(
-    "sglang.srt.managers.scheduler_components.logprob_result_processor."
-    "SchedulerLogprobResultProcessor.add_logprob_return_values",
-    at=WORKER,
-    signature="(self, i, req, pt, next_token_ids, num_input_logprobs, output)",
-    feature="log probabilities of zero tokens as without a draft",
-    upstream="docs/dev/upstream/zero-tokens.md",
-)
-def drop_undrawn_token(original: Callable[..., int], processor: Any, i: int, req: Any, *args: Any) -> int:
-    """Give no log probability of the token that a draft makes SGLang draw for none.
-
-    A request of zero tokens ends in its prefill. Without a draft SGLang draws no token there.
-    """
-    num_input_logprobs = original(processor, i, req, *args)
-    if req.sampling_params.max_new_tokens == 0:
-        req.logprob.output_token_logprobs_val.clear()
-        req.logprob.output_token_logprobs_idx.clear()
-    return num_input_logprobs
-
-
-def _stop_token_by_token(req: Any, check: Callable[[Any], None], run: Any) -> None:
-    """Find the first stop of a request that has one in its last tokens.
-
-    SGLang has put another token in place of the first that is not in the vocabulary (NaN). `run` has the
-    tokens as they were.
-    """
-    output_ids, grammar = req.output_ids, req.grammar
-    found = req.finished_reason, req.finished_len
-    old = output_ids[: -len(run)]
-    req.grammar = None  # it has read the whole run
-    for end in range(1, found[1] - len(old) + 1):
-        req.output_ids = old + run[:end]
-        req.finished_reason = req.finished_len = None
-        check(req)
-        if req.finished():
-            found = req.finished_reason, len(old) + end
-            break
-    req.output_ids, req.grammar = output_ids, grammar
-    req.finished_reason, req.finished_len = found

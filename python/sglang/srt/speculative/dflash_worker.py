@@ -32,23 +32,20 @@ from sglang_dflash.srt.observability.traffic import start_recording
 from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
+from sglang_dflash.srt.speculative.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.lengths import check_backends
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.dflash_utils import (
-    check_kv_budget,
-    defer_row_reuse,
-    has_room_for_draft_graphs,
-)
+from sglang_dflash.srt.speculative.dflash_utils import as_draft, defer_row_reuse, has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail
 from sglang_dflash.srt.speculative.drafters.blocks import draft_blocks
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft, without_logits_buffer
 from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats, Matches
-from sglang_dflash.srt.speculative.parallel import as_draft, run_idle
-from sglang_dflash.srt.speculative.request_fields import limit_to_kv_pool, requested_caps
+from sglang_dflash.srt.speculative.idle_rank import run_idle
+from sglang_dflash.srt.speculative.kv_pool import check_kv_budget, limit_to_kv_pool
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import warm_up
 from sglang_dflash.srt.speculative.width.controller import LengthChooser, WholeBlocks

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-from sglang_dflash.srt.speculative.dflash_utils import truncate_at_first_stop
+from sglang_dflash.srt.speculative.stops import truncate_at_first_stop
 
 VOCAB = 2048
 TEXT = "def of(self):\n    return self.text\n\nclass Next:\n    pass\n"

@@ -19,9 +19,10 @@ from sglang_dflash.srt.speculative.cycle.host import ragged_ranges
 from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang_dflash.srt.speculative.dflash_utils import check_kv_budget, has_room_for_draft_graphs
+from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.drafters.copies import CopySource
+from sglang_dflash.srt.speculative.kv_pool import check_kv_budget
 
 
 def worker(**fields) -> DFlashWorker:

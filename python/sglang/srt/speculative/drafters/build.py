@@ -20,10 +20,10 @@ from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
 from sglang_dflash.srt.models.quantized_linear import run_row_checks
+from sglang_dflash.srt.speculative.dflash_utils import as_draft, check_borrowed_layers
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
-from sglang_dflash.srt.speculative.parallel import as_draft, check_borrowed_layers
 
 logger = logging.getLogger(__name__)
 

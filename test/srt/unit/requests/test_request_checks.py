@@ -12,8 +12,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from support import scheduled
 from support.scheduled import Job
 
-from sglang_dflash.srt.speculative import request_fields
-from sglang_dflash.srt.speculative.request_fields import (
+from sglang_dflash.srt.speculative import request_checks
+from sglang_dflash.srt.speculative.request_checks import (
     INT64,
     MAX_ANSWERS,
     check_request,
@@ -141,7 +141,7 @@ def backends(monkeypatch):
         kernel=SimpleNamespace(grammar_backend="xgrammar"),
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
     )
-    monkeypatch.setattr(request_fields, "get_exec", lambda: published)
+    monkeypatch.setattr(request_checks, "get_exec", lambda: published)
     return published
 
 

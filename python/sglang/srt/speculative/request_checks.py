@@ -11,63 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
-from sglang.srt.runtime_context import get_exec, get_serving, get_spec
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.srt.configs.fields import short_repr
 from sglang_dflash.srt.observability.traffic import check_record_choice
 from sglang_dflash.srt.patching import FRONT_END, WORKER, patches
-from sglang_dflash.srt.speculative.acceptance.processors import guard, runs_per_slot
-
-# In a request's `custom_params`. SGLang passes these on from every endpoint. `requested_caps` has an example.
-FIELD = "speculative_max_tokens"
-
-
-def check_cap(custom_params: Any) -> None:
-    """Raise ValueError unless the cap among a request's `custom_params`, if any, is a count."""
-    cap = custom_params.get(FIELD, 0) if isinstance(custom_params, dict) else 0
-    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
-        raise ValueError(f"custom_params: {FIELD} is a number of drafted tokens, 0 or more, not {cap!r:.60}.")
-
-
-def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray:
-    """Return the most drafted tokens that each request may accept in a cycle, [n] int32.
-
-    That is a block's for most. A request with a custom logit processor of the user's own gets one token a
-    cycle.
-
-    Example:
-        The body of a `/generate` request with a cap, and one without, on a server with blocks of 8::
-
-            >>> from types import SimpleNamespace
-            >>> from sglang.srt.sampling.sampling_params import SamplingParams
-            >>> from sglang_dflash.srt.speculative.request_fields import check_cap, requested_caps
-            >>> capped = {"sampling_params": {"custom_params": {"speculative_max_tokens": 2}}}
-            >>> plain = {"sampling_params": {}}
-            >>> check_cap(capped["sampling_params"]["custom_params"])
-            >>> params = [SamplingParams(**body["sampling_params"]) for body in (capped, plain)]
-            >>> reqs = [SimpleNamespace(sampling_params=p, custom_logit_processor=None) for p in params]
-            >>> requested_caps(reqs, block_size=8)
-            array([2, 7], dtype=int32)
-
-        A cap that is no count is answered with HTTP 400::
-
-            >>> check_cap({"speculative_max_tokens": -1})
-            Traceback (most recent call last):
-            ValueError: custom_params: speculative_max_tokens is a number of drafted tokens, 0 or more, ...
-    """
-    largest = block_size - 1
-    return np.array([_cap(req, largest) for req in reqs], dtype=np.int32)
-
-
-def _cap(req: Any, largest: int) -> int:
-    processor = req.custom_logit_processor
-    if processor is not None and not runs_per_slot(processor):
-        return 0  # its logits may depend on all earlier tokens, and its state on every call
-    params = req.sampling_params.custom_params
-    return min(params.get(FIELD, largest), largest) if params else largest
-
+from sglang_dflash.srt.speculative.acceptance.processors import guard
+from sglang_dflash.srt.speculative.caps import check_cap
+from sglang_dflash.srt.speculative.kv_pool import end_with_pool
 
 # Answers to one prompt. Each becomes a separate request, and all of them are made at once.
 MAX_ANSWERS = 4096
@@ -238,43 +190,6 @@ def _problem(req: Any) -> str | None:
             req.custom_logit_processor = None
             return f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}."
     return _outside_vocabulary(req) or end_with_pool(req)
-
-
-# Of this process's scheduler. It asks with a request alone, from which no way leads to a pool.
-_target_runner: Any = None
-
-
-def limit_to_kv_pool(target_runner: Any) -> None:
-    """Have `validate_dflash_request` shorten requests to this runner's KV pool."""
-    global _target_runner
-    _target_runner = target_runner
-
-
-def end_with_pool(req: Any) -> str | None:
-    """Shorten an answer to the KV pool, where it ends with `length`.
-
-    Returns why a prompt is too long for the pool, or None.
-
-    SGLang runs a step if two blocks are free behind every request. It retracts requests until they are, and
-    would abort the last one. It admits no request that leaves less than a page, or two without a prefix
-    cache, and the queue would wait behind it for ever.
-    """
-    runner, params = _target_runner, req.sampling_params
-    if runner is None:
-        return None
-    spare = 2 * (get_spec().speculative_num_draft_tokens + (runner.page_size or 1))
-    longest, prompt = runner.max_total_num_tokens - spare, len(req.origin_input_ids)
-    if prompt >= longest > 1 and get_serving().allow_auto_truncate:
-        prompt = longest - 1
-        req.origin_input_ids = req.origin_input_ids[:prompt]
-    if prompt >= longest:
-        return (
-            f"The prompt has {prompt} tokens. The KV pool holds {runner.max_total_num_tokens}, and DFLASH "
-            f"needs {spare} of them beside a request: two blocks and two pages."
-        )
-    room = longest - prompt
-    params.max_new_tokens = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
-    return None
 
 
 def find_problem(request: Any, model: Any) -> str | None:
