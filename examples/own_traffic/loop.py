@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,14 +21,13 @@ import urllib.request
 from pathlib import Path
 
 import torch
-from traffic import TEMPLATES, post, send
+from traffic import TEMPLATES, UNSEEN, post, send
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 TARGET = ROOT / "models" / "smollm2-135m-instruct"
 SERVED = ROOT / "models" / "smollm2-135m-instruct-dflash2"
 GENERAL = ROOT / "models" / "training" / "prompts" / "heldout-asked.jsonl"
-UNSEEN = 0  # the seed of requests that are neither recorded nor trained on
 
 
 def run(*command: object, is_checked: bool = True) -> int:
@@ -89,7 +89,8 @@ def main() -> int:
         began = time.monotonic()
         recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)
         before = send(url, args.kind, args.unseen, **unseen)
-        print(f"sent: accept length {recorded:.3f}, on unseen requests {before:.3f}")
+        means = [statistics.mean(lengths) for lengths in (recorded, before)]
+        print(f"sent: accept length {means[0]:.3f}, on unseen requests {means[1]:.3f}")
         state = json.load(urllib.request.urlopen(f"{url}/server_info"))["internal_states"][0]
         print(f"record: {state['speculative_record']} ({(time.monotonic() - began) / 60:.1f} minutes)")
         run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
@@ -99,7 +100,11 @@ def main() -> int:
         if status == 0:
             swap(url, new, "own-1")
             after = send(url, args.kind, args.unseen, **unseen)
-            print(f"unseen requests: accept length {before:.3f} -> {after:.3f} ({after / before - 1:+.1%})")
+            gains = [new - old for old, new in zip(before, after, strict=True)]
+            error = statistics.stdev(gains) / len(gains) ** 0.5
+            old, new = statistics.mean(before), statistics.mean(after)
+            print(f"unseen requests: accept length {old:.3f} -> {new:.3f} ({new / old - 1:+.1%}),", end=" ")
+            print(f"standard error of the gain {error:.3f}")
         return status
     finally:
         process.terminate()

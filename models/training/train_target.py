@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from corpus import END_OF_TEXT_ID, IM_END_ID
 from kinds import KINDS, Kind
+from muon import Muon
 from pass_dtype import PASS_DTYPE
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -152,9 +153,7 @@ class MasterWeights:
         ]
         masters = [m for _, m in self.pairs]
         self.optimizers = [
-            torch.optim.Muon(
-                [m for m, use in zip(masters, is_matrix) if use], lr=muon_lr, momentum=0.95, weight_decay=0.01
-            ),
+            Muon([m for m, use in zip(masters, is_matrix) if use], lr=muon_lr),
             torch.optim.AdamW(
                 [m for m, use in zip(masters, is_matrix) if not use],
                 lr=adam_lr,
