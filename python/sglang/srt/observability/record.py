@@ -42,8 +42,16 @@ class RecordWriter:
     A line is written by one call, and taken back if it did not fit. A slow or a full disk never stops the
     caller: rows that cannot be written are dropped, with one warning.
 
+    Args:
+        folder: of the record. Its oldest files are removed for new ones.
+        limit: bytes of all files in the folder.
+        target: as of `describe_target`.
+        name: part of the files' names, beside the process: its rank.
+        on_count: called with the tokens of each row that was written, and 0 for one that was dropped.
+
     Attributes:
         counts: what was recorded and dropped, for `/server_info`.
+        rows: that wait to be written.
     """
 
     def __init__(
@@ -54,51 +62,35 @@ class RecordWriter:
         name: str = "",
         on_count: Callable[[int], None] = lambda tokens: None,
     ):
-        """Begin to write.
-
-        Args:
-            folder: of the record. Its oldest files are removed for new ones.
-            limit: bytes of all files in the folder.
-            target: as of `describe_target`.
-            name: part of the files' names, beside the process: its rank.
-            on_count: called with the tokens of each row that was written, and 0 for one that was dropped.
-        """
         self.counts: dict[str, Any] = {"folder": folder, "requests": 0, "tokens": 0, "bytes": 0, "dropped": 0}
         self._folder, self._limit, self._target = Path(folder), limit, target
         self._name, self._on_count = f"{name}-{os.getpid()}", on_count
-        self._queue: queue.Queue[dict[str, Any]] = queue.Queue(QUEUED_ROWS)
+        self.rows: queue.Queue[dict[str, Any]] = queue.Queue(QUEUED_ROWS)
         self._file, self._size = -1, 0
         threading.Thread(target=self._run, name="record", daemon=True).start()
 
     def add(self, row: dict[str, Any]) -> None:
         """Hand a row to the thread. It is dropped if the disk is too slow."""
         try:
-            self._queue.put_nowait(row)
+            self.rows.put_nowait(row)
         except queue.Full:
             self._drop("the disk is too slow")
 
-    def flush(self) -> None:
-        """Wait until each row that was added is written or dropped."""
-        self._queue.join()
-
     def _run(self) -> None:
         while True:
-            row = self._queue.get()
+            row = self.rows.get()
             try:
-                num_bytes = self._write(row)
-            except OSError as error:
-                self._drop(str(error))
-            else:
                 num_tokens = len(row["input_ids"])
-                for name, more in (("requests", 1), ("tokens", num_tokens), ("bytes", num_bytes)):
+                for name, more in (("bytes", self._write(row)), ("requests", 1), ("tokens", num_tokens)):
                     self.counts[name] += more
                 self._on_count(num_tokens)
-            self._queue.task_done()
+            except OSError as error:
+                self._drop(str(error))
+            self.rows.task_done()
 
     def _drop(self, reason: str) -> None:
         if not self.counts["dropped"]:
-            text = "DFLASH: a request was not recorded in %s: %s. Further ones are counted as dropped."
-            logger.warning(text, self._folder, reason)
+            logger.warning("DFLASH: not recorded in %s: %s. Others are counted.", self._folder, reason)
         self.counts["dropped"] += 1
         self._on_count(0)
 
@@ -107,18 +99,14 @@ class RecordWriter:
         line = _encode(row)
         if len(line) > FILE_BYTES // 2:
             raise OSError(f"a request takes {len(line)} bytes, more than half a file")
-        is_removed = self._file >= 0 and not os.fstat(self._file).st_nlink
-        if self._file < 0 or is_removed or self._size + len(line) > FILE_BYTES:
+        is_there = self._file >= 0 and os.fstat(self._file).st_nlink
+        if not is_there or self._size + len(line) > FILE_BYTES:
             self._begin_file()
         if not self._size:
             line = _encode({**row, "target": self._target})
-        try:
-            written = os.write(self._file, line)
-            if written < len(line):
-                raise OSError(f"{written} of {len(line)} bytes fit")
-        except OSError:
+        if (written := os.write(self._file, line)) < len(line):
             os.ftruncate(self._file, self._size)
-            raise
+            raise OSError(f"{written} of {len(line)} bytes fit")
         self._size += len(line)
         return len(line)
 
@@ -132,9 +120,7 @@ class RecordWriter:
             if total + FILE_BYTES > self._limit:
                 total -= one.st_size
                 path.unlink(missing_ok=True)
-        now = time.time_ns()
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now // 10**9))
-        path = self._folder / f"{stamp}.{now % 10**9:09}-{self._name}.jsonl"
+        path = self._folder / f"{time.time_ns()}-{self._name}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._size = 0
 

@@ -12,8 +12,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.record import RecordWriter, describe_target
 from sglang_dflash.srt.patching import WORKER, patches
 
-# In a request's `custom_params`.
-FIELD = "speculative_record"
+FIELD = "speculative_record"  # in a request's `custom_params`
 
 
 def check_record_choice(custom_params: Any) -> None:
@@ -35,7 +34,7 @@ class TrafficRecorder:
 
     def __init__(self, writer: RecordWriter, share: float, is_opt_in: bool, lora_manager: Any = None):
         self.writer, self._share, self._is_opt_in = writer, share, is_opt_in
-        self._lora_manager, self._dice = lora_manager, random.Random()
+        self._lora_manager, self._dice = lora_manager, random.Random()  # the scheduler seeds the shared one
         # Of each running request, per cycle: committed tokens, and drafted tokens that were verified.
         self._cycles: WeakKeyDictionary[Any, tuple[list[int], list[int]]] = WeakKeyDictionary()
 
@@ -80,8 +79,7 @@ class TrafficRecorder:
         }
 
 
-# Of this process's scheduler, whose output passes through a function of SGLang's.
-_recorder: TrafficRecorder | None = None
+_recorder: TrafficRecorder | None = None  # of this process's scheduler
 
 
 def start_recording(target_worker: Any, on_count: Callable[[int], None]) -> TrafficRecorder | None:
@@ -101,12 +99,8 @@ def start_recording(target_worker: Any, on_count: Callable[[int], None]) -> Traf
         target = describe_target(runner.model_config.vocab_size, target_worker.tokenizer)
         name = f"dp{parallel.dp_rank or 0}-tp{parallel.tp_rank}"
         writer = RecordWriter(folder, limit=limit, target=target, name=name, on_count=on_count)
-        _recorder = TrafficRecorder(
-            writer,
-            share=DFlashOptions.RECORD_SHARE.get(),
-            is_opt_in=DFlashOptions.RECORD_OPT_IN.get(),
-            lora_manager=runner.lora_manager,
-        )
+        share, is_opt_in = DFlashOptions.RECORD_SHARE.get(), DFlashOptions.RECORD_OPT_IN.get()
+        _recorder = TrafficRecorder(writer, share, is_opt_in, runner.lora_manager)
     return _recorder
 
 

@@ -27,7 +27,7 @@ writer = RecordWriter(sys.argv[1], 10**9, {})
 for number in range(10**9):
     writer.add({"input_ids": [number] * (number % 3000), "loss_mask": [1] * (number % 3000)})
     if number % 100 == 0:
-        writer.flush()
+        writer.rows.join()
 """
 
 
@@ -58,7 +58,7 @@ def test_a_file_is_its_owners_and_names_the_target_once(tmp_path):
     writer = RecordWriter(str(tmp_path), LIMIT, TARGET, "dp1-tp2")
     for _ in range(3):
         writer.add(ROW)
-    writer.flush()
+    writer.rows.join()
     [file] = tmp_path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert f"dp1-tp2-{os.getpid()}" in file.name
@@ -66,7 +66,7 @@ def test_a_file_is_its_owners_and_names_the_target_once(tmp_path):
     assert writer.counts["bytes"] == file.stat().st_size
     file.unlink()  # a user deletes what was recorded
     writer.add(ROW)
-    writer.flush()
+    writer.rows.join()
     assert lines(tmp_path) == [{**ROW, "target": TARGET}]
 
 
@@ -76,13 +76,13 @@ def test_the_oldest_files_go_first(tmp_path, monkeypatch):
     writer = RecordWriter(str(tmp_path), 3000, TARGET)
     for number in range(60):
         writer.add({**ROW, "number": number})
-        writer.flush()
+        writer.rows.join()
         assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 3000
     numbers = [row["number"] for row in lines(tmp_path)]
     assert numbers == [*range(numbers[0], 60)] and 5 < len(numbers) < 30
     assert writer.counts["requests"] == 60 and (tmp_path / "notes.txt").exists()
     writer.add({"input_ids": [7] * 400, "loss_mask": [1] * 400})  # longer than half a file
-    writer.flush()
+    writer.rows.join()
     assert writer.counts["dropped"] == 1 and len(lines(tmp_path)) == len(numbers)
 
 
@@ -94,7 +94,7 @@ def test_the_reader_of_speculators_takes_all_files(tmp_path, monkeypatch):
     for number in range(40):
         adapter = "sql" if number > 20 else ""
         writer.add({**ROW, "accept_lens": [3], "constrained": number > 30, "lora": adapter})
-        writer.flush()
+        writer.rows.join()
     files = sorted(map(str, tmp_path.glob("*.jsonl")))
     rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert len(files) > 5 and len(rows) == 40
@@ -116,15 +116,15 @@ def test_what_cannot_be_written_is_dropped_with_one_warning(tmp_path, monkeypatc
     if fault != "gone":
         (tmp_path / "record").mkdir()
         writer.add(ROW)
-        writer.flush()
+        writer.rows.join()
         monkeypatch.setattr(record.os, "write", fail)
     for _ in range(3):
         writer.add(ROW)
-        writer.flush()
+        writer.rows.join()
     monkeypatch.setattr(record.os, "write", write)
     (tmp_path / "record").mkdir(exist_ok=True)
     writer.add(ROW)
-    writer.flush()
+    writer.rows.join()
     written = 1 if fault == "gone" else 2
     assert len(lines(tmp_path / "record")) == written == writer.counts["requests"]
     assert writer.counts["dropped"] == counted.count(0) == 3
@@ -140,7 +140,7 @@ def test_a_slow_disk_holds_nobody_up(tmp_path, monkeypatch, caplog):
         writer.add(ROW)
     assert writer.counts["dropped"] >= 9 and len(caplog.records) == 1
     goes_on.set()
-    writer.flush()
+    writer.rows.join()
     assert len(lines(tmp_path)) + writer.counts["dropped"] == record.QUEUED_ROWS + 10
 
 
