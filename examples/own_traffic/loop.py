@@ -1,6 +1,6 @@
 """The whole loop for the bundled pair: serve, send, record, train, gate, swap, compare.
 
-    python examples/own_traffic/loop.py --kind mails --requests 160 --minutes 6 [--work FOLDER] [--poison]
+    python examples/own_traffic/loop.py --kind mails --requests 120 --minutes 5 [--work FOLDER] [--poison]
 
 `make own-traffic` runs it. Every command is printed, so that each can be run by hand. Exit status: 0 the new
 draft was swapped in, 1 it did not pass the gate.
@@ -72,10 +72,10 @@ def swap(url: str, draft: Path, version: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", choices=TEMPLATES, default="mails")
-    parser.add_argument("--requests", type=int, default=160, help="to record")
-    parser.add_argument("--unseen", type=int, default=32, help="requests to compare the drafts on in the end")
+    parser.add_argument("--requests", type=int, default=120, help="to record")
+    parser.add_argument("--unseen", type=int, default=24, help="requests to compare the drafts on in the end")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
-    parser.add_argument("--minutes", type=float, default=6, help="of training")
+    parser.add_argument("--minutes", type=float, default=5, help="of training")
     parser.add_argument("--work", type=Path, help="folder for the record, the states and the new draft")
     parser.add_argument("--poison", action="store_true", help="train on random tokens; the gate must refuse")
     args = parser.parse_args()
@@ -96,7 +96,8 @@ def main() -> int:
         run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
         run(HERE / "train.py", rows, TARGET, SERVED, new, "--work", work, "--minutes", args.minutes)
         gate = ("-m", "sglang_dflash.doctor", "--model-path", TARGET, "--compare", SERVED, new)
-        status = run(*gate, "--texts", record, "--general", GENERAL, is_checked=False)
+        texts = ("--texts", record, "--general", GENERAL, "--max-new-tokens", 48)
+        status = run(*gate, *texts, is_checked=False)
         if status == 0:
             swap(url, new, "own-1")
             after = send(url, args.kind, args.unseen, **unseen)

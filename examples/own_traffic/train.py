@@ -1,4 +1,4 @@
-"""Train the bundled SmolLM2 draft further: recorded rows and general rows, half and half.
+"""Train the bundled SmolLM2 draft further: recorded rows, and a share of general ones.
 
     python examples/own_traffic/train.py ROWS.jsonl TARGET SERVED NEW --work FOLDER --minutes 6
 
@@ -10,6 +10,7 @@ draft forgets. States come from one forward of the target over each row. For oth
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,15 +48,19 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="for the states, 10 KB a token")
     parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--general", type=Path, default=TRAINING / "prompts" / "smollm2-answers.npz")
-    parser.add_argument("--general-share", type=float, default=0.5)
+    parser.add_argument("--general-share", type=float, default=0.3, help="of the answer tokens")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     packed, shards = args.work / "rows.npz", args.work / "shards"
+    # Nothing of an earlier run: its rows have the same names, and the trainer would go on from its state.
+    shutil.rmtree(shards, ignore_errors=True)
+    args.new.with_name(args.new.name + ".state.pt").unlink(missing_ok=True)
     save_rows(packed, mixed_rows(args.rows, args.general, args.general_share))
     unpack(packed, args.target, shards, part=(0, 1), size=10000)
-    # A low learning rate: the loss rises at first, and falls with the rate. Small steps, as minutes are few.
+    # A low learning rate: the loss rises at first, and falls with the rate. Minutes are few: steps are small,
+    # and the average of the weights is short.
     options = ["--start", args.served, "--minutes", args.minutes, "--muon-lr", 0.006, "--finish"]
-    options += ["--rows", 4, "--anchors", 48]
+    options += ["--rows", 4, "--anchors", 48, "--average", 0.9]
     command = [sys.executable, TRAINING / "train_chat_draft.py", shards, args.target, args.new, *options]
     subprocess.run([str(word) for word in command], check=True)
 

@@ -401,7 +401,8 @@ def main() -> None:
         loss.backward()
         seconds = seconds_since(began)
         done = seconds / (60 * args.minutes)
-        warmup = min(1.0, (training.step - first + 1) / 30)
+        # 30 steps, or a tenth of the time if that is less.
+        warmup = min(1.0, max((training.step - first + 1) / 30, 10 * done))
         training.update(min(warmup, max(0.0, 1 - done) / 0.6) if args.finish else warmup, args.average)
 
         now = torch.cat((loss.detach()[None], ((hits & valid).sum((0, 1)) / valid.sum((0, 1)).clamp(min=1))))
