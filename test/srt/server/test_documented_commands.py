@@ -53,9 +53,9 @@ SERVERS = [command for command in COMMANDS if is_server(command)]
 REQUESTS = [command for command in COMMANDS if command.words[0] == "curl"]
 # They need a network, or an environment of another library.
 NOT_RUN = (
-    *("pip install", "python -m venv clients", "clients/bin/pip install", "clients/bin/guidellm run"),
-    *("clients/bin/aiperf profile", "speculators prepare-data", "speculators train"),
-    "speculators generate-offline-data",
+    *("git clone", "pip install", "python -m venv clients", "clients/bin/pip install"),
+    *("clients/bin/guidellm run", "clients/bin/aiperf profile", "speculators prepare-data"),
+    *("speculators train", "speculators generate-offline-data"),
 )
 EXAMPLES = ROOT / "examples"
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"

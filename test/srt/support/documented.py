@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from published_drafts import CASES
 from serving import DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
 
 PAGES = [
@@ -16,8 +17,16 @@ PAGES = [
     *sorted((ROOT / "docs" / "dev").glob("*.md")),
     ROOT / "examples" / "README.md",
 ]
+# Bundled models stand for published ones, and the CPU's attention backend for a GPU's.
+STANDS_FOR: dict[str, Path | str] = {"TARGET": TARGET, "DRAFT": DRAFT}
+STANDS_FOR["out/checkpoint_best"] = SPECULATORS_DRAFT
+STANDS_FOR |= dict.fromkeys(("fa3", "flashinfer", "triton"), "torch_native")
+for case in (case for case in CASES if "page" in case):
+    is_alone = case["base"] == "library"
+    STANDS_FOR |= {case["target"]: TARGET, case["page"]: SPECULATORS_DRAFT if is_alone else DRAFT}
 SCRIPTS = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".sh"))
 URL = "http://127.0.0.1:30000"
+MODEL_FLAGS = ("--model-path", "--speculative-draft-model-path")
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`([^`\n]+(?:\n[^`\n]+)?)`")
@@ -100,16 +109,14 @@ def is_server(command: Command) -> bool:
 
 
 def server_arguments(command: Command) -> list[str]:
-    """Return a server command's flags, with the bundled models for placeholders."""
+    """Return a server command's flags, with the bundled models for placeholders and published ones."""
     words = command.words[3 if command.words[0] == "python" else 2 :]
-    peagle = "PEAGLE" in words or "EAGLE3" in words
-    stands_for = {
-        "TARGET": TARGET,
-        "DRAFT": DRAFT,
-        "CHECKPOINT": PEAGLE_DRAFT if peagle else SPECULATORS_DRAFT,
-        "out/checkpoint_best": SPECULATORS_DRAFT,
-    }
-    return [str(stands_for.get(word, word)) for word in words]
+    checkpoint = PEAGLE_DRAFT if {"PEAGLE", "EAGLE3"} & {*words} else SPECULATORS_DRAFT
+    models = [words[i + 1] for i, word in enumerate(words) if word in MODEL_FLAGS]
+    known = {"CHECKPOINT": checkpoint, **STANDS_FOR}
+    unknown = [name for name in models if name not in known and not (ROOT / name).is_dir()]
+    assert not unknown, f"{command}: {unknown} are not bundled, nor in the list of docs/drafts.md"
+    return [str(known.get(word, word)) for word in words]
 
 
 def defined_flags(script: Path) -> set[str]:

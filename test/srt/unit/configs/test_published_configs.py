@@ -3,54 +3,22 @@
 The table is golden/published_configs.toml. No weights are read.
 """
 
-import copy
 import re
-import tomllib
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
+import published_drafts
 import pytest
-from serving import ROOT
+from published_drafts import CASES, TABLE, config_of, merged
 
 from sglang_dflash.srt.configs import draft_formats, unsupported
-from sglang_dflash.srt.configs.draft_kinds import config_class, read_draft_config
+from sglang_dflash.srt.configs.draft_kinds import config_class
 
-TABLE = tomllib.loads((Path(__file__).parents[2] / "golden" / "published_configs.toml").read_text())
-CASES = TABLE["config"]
 OUTCOMES = ("read", "falls_back", "refused")
-
-
-def merged(base: Any, changes: Any) -> Any:
-    if not (isinstance(base, dict) and isinstance(changes, dict)):
-        return copy.deepcopy(changes)
-    return {**base, **{name: merged(base.get(name), value) for name, value in changes.items()}}
-
-
-def config_of(case: dict) -> dict:
-    config = merged(TABLE["base"][case["base"]], case.get("with", {}))
-    return {name: value for name, value in config.items() if name not in case.get("without", ())}
 
 
 def read(config: dict, checkpoint: str) -> tuple[str, str]:
     """Return what start-up makes of a config, and the kind of the draft or the reason."""
-    outcome, said, _ = read_with_block(config, checkpoint)
-    return outcome, said
-
-
-def read_with_block(config: dict, checkpoint: str) -> tuple[str, str, int | None]:
-    """Return what start-up makes of a config, in its order, the kind or the reason, and the block size."""
-    found = draft_formats.checkpoint_findings(config, checkpoint)
-    if found:
-        falls_back = all(finding.builtin_supports for finding in found)
-        outcome = "falls_back" if falls_back else "refused"
-        return outcome, "; ".join(finding.what for finding in found), None
-    try:
-        flat = draft_formats.flat_config(config, checkpoint, target_layers=36)
-        draft = read_draft_config(SimpleNamespace(**flat), checkpoint)
-    except ValueError as error:
-        return "refused", str(error), None
-    return "read", draft.kind, draft.block_size
+    outcome, found = published_drafts.read(config, checkpoint)
+    return outcome, found.kind if outcome == "read" else found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["by"])
@@ -62,23 +30,18 @@ def test_a_published_config(case, tmp_path):
     assert expected != "read" or sorted(draft_formats.unread_fields(config)) == case.get("told", [])
 
 
-def page_rows() -> dict[str, list[str]]:
-    """Map the drafts of the page's table to their format, block size and what is said of their config."""
-    page = (ROOT / "docs" / "drafts.md").read_text()
-    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in page.splitlines() if line[:1] == "|"]
-    return {draft.split("`")[1]: rest for draft, *rest in rows if draft.startswith("`")}
-
-
-def test_the_page_of_drafts_says_what_the_readers_do(tmp_path):
-    """Every draft whose config it calls read or refused is in the table of configs, and reversed."""
-    rows, cases = page_rows(), {case["page"]: case for case in CASES if "page" in case}
-    known = {draft for draft, (*_, said) in rows.items() if said in ("read", "refused")}
-    assert known == cases.keys() and len(rows) > len(known) > 10
-    for draft, case in cases.items():
-        outcome, kind, block = read_with_block(config_of(case), str(tmp_path))
-        assert rows[draft][2] == outcome, draft
+def test_the_page_lists_what_the_readers_do(tmp_path):
+    """The list of drafts is the table's, with the block size that the table expects."""
+    _, shown, _ = published_drafts.parts(published_drafts.PAGE.read_text())
+    assert shown.strip() == published_drafts.drafts_list().strip(), (
+        "run python tools/published_drafts.py --write"
+    )
+    listed = [case for case in CASES if "page" in case]
+    assert len(listed) > 20 and len({case["page"] for case in listed} - {*TABLE["unseen"]}) == len(listed)
+    for case in listed:
+        outcome, draft = published_drafts.read(config_of(case), str(tmp_path))
         if outcome == "read":
-            assert rows[draft][:2] == [kind, str(block)] and block == case["block"], draft
+            assert draft.speculative_tokens + 1 == case["block"], case["page"]
 
 
 def test_the_table_holds_every_publisher_and_outcome():
