@@ -1,7 +1,9 @@
 """What pages name is there: flags and files. test_documented_commands.py runs their commands."""
 
 import argparse
+import importlib.metadata
 import inspect
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -9,8 +11,9 @@ from pathlib import Path
 import pytest
 import sglang
 from serving import ROOT
+from sglang.srt.managers import io_struct
 from sglang.srt.server_args import ServerArgs
-from support.documented import PAGES, commands, defined_flags, spans
+from support.documented import PAGES, blocks, commands, defined_flags, spans
 
 from sglang_dflash.srt.arg_groups.options import add_cli_args
 
@@ -83,3 +86,37 @@ def _ends(name: str) -> list[str]:
     """Return a path from each of its folders on."""
     parts = name.strip("/").split("/")
     return ["/".join(parts[start:]) for start in range(len(parts))]
+
+
+def test_request_bodies_have_fields_that_sglang_reads():
+    """Lines of a page such as `/pause_generation {"mode": "in_place"}`."""
+    named = {name.lower(): kind for name, kind in vars(io_struct).items() if name.endswith("ReqInput")}
+    named["updateweightsfromdiskreqinput"] = io_struct.UpdateWeightFromDiskReqInput
+    checked = set()
+    for page in USER_PAGES:
+        for language, text in blocks(page):
+            bodies = (
+                re.findall(r"^(/\w+)\s+(\{.*?\})$", text, re.MULTILINE | re.DOTALL)
+                if language == "text"
+                else []
+            )
+            for endpoint, body in bodies:
+                kind = named[endpoint.strip("/").replace("_", "") + "reqinput"]
+                unknown = json.loads(body).keys() - set(kind.__struct_fields__)
+                assert not unknown, f"{page.name}: {endpoint}: {unknown}"
+                checked.add(endpoint)
+    assert len(checked) > 8
+
+
+def test_the_table_of_versions_is_what_sglang_requires():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line[:1] == "|"]
+    by_release = {row[1]: row for row in rows}
+    metadata = importlib.metadata.metadata("sglang")
+    required = dict(
+        re.findall(r"^([\w-]+)[^=;\n]*==([\w.]+)$", "\n".join(metadata.get_all("Requires-Dist")), re.M)
+    )
+    _, _, torch, cuda, _, flashinfer, python = by_release[metadata["Version"]]
+    assert (torch, flashinfer) == (required["torch"], required["flashinfer_python"])
+    assert f"cuda-python>={cuda}" in metadata.get_all("Requires-Dist")
+    assert metadata["Requires-Python"] == f">={python.split()[0]}"
