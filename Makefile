@@ -60,7 +60,7 @@ test-fast: $(READY)-test
 test-core: $(READY)-test
 	$(PYTEST) --core $(ARGS)
 
-# The suite with the share of lines that it runs, in servers and forks too, against a floor per room. See docs/dev/coverage.md.
+# The suite with the share of lines that it runs, in servers and forks too, against a floor per room. See docs/dev/testing.md.
 COVERAGE := PYTHONPATH=test/srt $(BIN)/python -m coverage
 coverage: $(READY)-test try-model
 	@rm -rf build/coverage && mkdir -p build/coverage

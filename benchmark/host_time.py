@@ -3,7 +3,7 @@
     python benchmark/host_time.py           # 5 servers; 10 minutes on two free cores
     python benchmark/host_time.py --backend fa3 --server ours built-in --requests 1
 
-Servers run in the rehearsal of the CUDA path (docs/dev/rehearsal.md): SGLang's attention metadata, plans,
+Servers run in the rehearsal of the CUDA path (docs/dev/testing.md): SGLang's attention metadata, plans,
 graph runners and scheduler, with stand-ins for kernels. The time of the stand-ins is taken out, so what is
 left is what the host does in a cycle while a GPU waits for it or not. A backend's servers run at once and
 take turns, round by round, so whatever else the machine does hits all of them. Only CPU time of the

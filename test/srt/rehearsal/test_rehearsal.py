@@ -1,6 +1,6 @@
 """The CUDA paths of SGLang and the plugin on CPU tensors, against the CPU path.
 
-See `support/rehearsal/` and docs/dev/rehearsal.md. Acceptance is compared exactly, request by request: a
+See `support/rehearsal/` and docs/dev/testing.md. Acceptance is compared exactly, request by request: a
 faulty draft changes acceptance only, because the output is always the target's. test_rehearsal_full.py has
 more configurations.
 """

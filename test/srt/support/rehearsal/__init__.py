@@ -1,4 +1,4 @@
-"""The CUDA path, rehearsed on CPU tensors (docs/dev/rehearsal.md).
+"""The CUDA path, rehearsed on CPU tensors (docs/dev/testing.md).
 
 Real: SGLang's FlashInfer, FA3 and Triton attention backends with their metadata, its CUDA graph runners,
 the overlap scheduler, FlashInfer's own `plan`, our CUDA branches and Triton kernels (interpreted).
