@@ -21,7 +21,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -150,7 +150,7 @@ def _examine(args: argparse.Namespace) -> int:
     pair = Pair(target, draft)
     if pair.is_parsed and args.num_draft_tokens is not None:
         size = args.num_draft_tokens
-        pair.config = pair.config.model_copy(update={"block_size": size, "speculative_tokens": size - 1})
+        pair.config = replace(pair.config, block_size=size, speculative_tokens=size - 1)
     found = static_checks.findings(pair)
     say(report.heading(pair, found), end="\n\n")
     for finding in found:

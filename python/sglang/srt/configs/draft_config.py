@@ -1,25 +1,21 @@
-"""A DFlash draft checkpoint's config.json, validated once and frozen.
+"""A DFlash draft checkpoint's config.json, checked once and frozen.
 
 Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers` and
 `dflash_config: {mask_token_id, target_layer_ids}`. Checkpoints of the speculators library are converted to it
 by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
-
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, WrapValidator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 from sglang_dflash.srt.configs.fields import (
     MAX_LAYERS,
-    DraftConfigError,
-    LayerIds,
-    NumLayers,
-    Positive,
+    REQUIRED,
+    Fields,
     Shapes,
-    StrictModel,
     layer_shapes,
-    problems_of,
+    names_taken,
     short_repr,
 )
 from sglang_dflash.srt.configs.unsupported import variant_findings
@@ -29,77 +25,36 @@ SLIDING_ATTENTION = "sliding_attention"
 # Read from `dflash_config` alone: a config copied from the target has the target's at the top level.
 NESTED_ONLY = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
 NESTED_ONLY |= {"use_swa", "swa_window_size"}
-
-# Validators of one field. A validator sees the valid fields above its own.
-_DERIVED: Any = None  # the default of a field that its validator derives from others
-_UNKNOWN = 2**63  # in place of a size that is not valid
+_LAYERS: dict[str, Any] = {"least": 1, "most": MAX_LAYERS}  # limits of a number of layers
 
 
-def _check_vocabulary(value: Any, validate: Any, info: ValidationInfo) -> int:
-    vocab_size = info.data.get("vocab_size", _UNKNOWN)
-    drafted = vocab_size if value is None else validate(value)
-    if drafted > vocab_size:
-        raise ValueError(f"is {drafted}, more than the target's {vocab_size} tokens")
-    return drafted
+class DraftFields(Fields):
+    """A cursor over a draft's `dflash_config`, and over the top level for what is not there."""
+
+    def __init__(self, hf_config: Any, problems: list[str]):
+        top = Fields({"dflash_config": getattr(hf_config, "dflash_config", None)}, problems)
+        super().__init__(top.take_object("dflash_config", None).values, problems)
+        self._hf_config = hf_config
+
+    def find(self, name: str) -> Any:
+        value = super().find(name)
+        return getattr(self._hf_config, name, None) if value is None and name not in NESTED_ONLY else value
+
+    def take(self, name: str, kind: type, default: Any = REQUIRED, **limits: Any) -> Any:
+        """Return the value of a field. A value at the top level that it hides must have its type."""
+        hidden = None if name in NESTED_ONLY else getattr(self._hf_config, name, None)
+        if hidden is not None and self.values.get(name) is not None:
+            Fields({}, self.problems).check(name, hidden, kind)
+        return super().take(name, kind, default, **limits)
+
+    def fault(self, name: str, text: str) -> None:
+        field_name = name.partition(".")[0]
+        is_nested = field_name in self.values or field_name in NESTED_ONLY or name.startswith("selector_")
+        super().fault(f"dflash_config.{name}" if is_nested else name, text)
 
 
-def _check_mask_token(value: int | None, info: ValidationInfo) -> int | None:
-    vocab_size = info.data.get("vocab_size", _UNKNOWN)
-    if value is not None and not 0 <= value < vocab_size:
-        raise ValueError(f"is {value}, outside the vocabulary of {vocab_size} tokens")
-    return value
-
-
-def _check_target_layers(value: Any, validate: Any, info: ValidationInfo) -> tuple[int, ...]:
-    depth = info.data.get("num_target_layers")
-    if value is None:
-        if depth is None:
-            raise ValueError("is missing, and so is num_target_layers, over which to spread layers")
-        value = spread_target_layer_ids(depth, info.data.get("num_hidden_layers", 1))
-    ids = validate(value)
-    if min(ids) < 0:
-        raise ValueError(f"{format_ids(ids)} hold a negative id")
-    if len(set(ids)) < len(ids):
-        raise ValueError(f"must be without repeats, got {short_repr(list(ids))}")
-    return ids
-
-
-def _check_layer_types(value: Any, validate: Any, info: ValidationInfo) -> tuple[str, ...]:
-    num_layers = info.data.get("num_hidden_layers")
-    types = (FULL_ATTENTION,) * (num_layers or 1) if value is None else validate(value)
-    if num_layers not in (None, len(types)):
-        raise ValueError(f"must list one entry per draft layer ({num_layers}), got {short_repr(value)}")
-    return types
-
-
-def _check_sliding_window(value: int | None, info: ValidationInfo) -> int | None:
-    if value is None and SLIDING_ATTENTION in info.data.get("layer_types", ()):
-        raise ValueError("is missing, and so is dflash_config.swa_window_size")
-    if value == 1:
-        raise ValueError("is 1, which leaves a layer nothing but the query itself")
-    return value
-
-
-def _causal_unless_denied(value: bool, info: ValidationInfo) -> bool:
-    return value and info.data.get("causal") is not False
-
-
-def _check_speculative_tokens(value: Any, validate: Any, info: ValidationInfo) -> int:
-    block_size = info.data.get("block_size", _UNKNOWN)
-    num_rows = block_size if info.data.get("sample_from_anchor") else block_size - 1
-    tokens = num_rows if value is None else validate(value)
-    if tokens > num_rows:
-        raise ValueError(f"is {tokens}, but a block_size of {block_size} drafts {num_rows}")
-    return tokens
-
-
-LayerTypes = Annotated[tuple[Literal["full_attention", "sliding_attention"], ...], Field(strict=False)]
-# Zero and false are "none", as in SGLang.
-Cap = Annotated[float | None, Field(gt=0), BeforeValidator(lambda value: None if value == 0 else value)]
-Multiplier = Annotated[float, Field(gt=0), BeforeValidator(lambda value: 1.0 if value == 0 else value)]
-
-
-class DFlashDraftConfig(StrictModel):
+@dataclass(frozen=True, kw_only=True)
+class DFlashDraftConfig:
     """One draft, in this project's terms.
 
     Attributes:
@@ -112,7 +67,8 @@ class DFlashDraftConfig(StrictModel):
         num_target_layers: the target's depth. None: the checkpoint does not say.
         target_layer_ids: 0-based, naming layer OUTPUTS: entry i is Hugging Face's `hidden_states[i + 1]`. In
             the order in which `fc` reads them.
-        sliding_window: tokens a sliding layer sees, the query itself included.
+        layer_types: of each layer, FULL_ATTENTION or SLIDING_ATTENTION.
+        sliding_window: tokens a sliding layer sees, the query itself included. None without such layers.
         causal: whether all layers are causal inside the block. None: the checkpoint does not say, and full
             layers see their whole block.
         sliding_is_causal: whether a sliding layer is causal inside the block.
@@ -124,45 +80,43 @@ class DFlashDraftConfig(StrictModel):
             streams (`hc_mult`).
         output_multiplier: the draft's logits l become softcap * tanh(multiplier * l / softcap). The argmax is
             the same without, a sample is not.
-        final_logit_softcapping: the softcap of `output_multiplier`.
+        final_logit_softcapping: the softcap of `output_multiplier`. None: no softcap.
         input_embedding_scale: factor on the block's rows of the embedding table. None: as the target's module
             returns them, which for Gemma multiplies them itself.
         has_own_lm_head: whether the checkpoint must bring this tensor. It may in any case.
         has_embed_tokens: as `has_own_lm_head`.
         max_position_embeddings: positions that the draft was made for. It also drafts beyond the last.
-        use_swa: whether all layers slide, unless `layer_types` name some that do.
-        swa_window_size: their `sliding_window`, if given.
+        assumptions: values that the checkpoint does not give, for which SGLang's defaults stand.
     """
 
     kind: ClassVar[str] = "DFlash"
     # Whether the draft reads KV slots through the target's request table, shifted by one slot.
     shifts_request_table: ClassVar[bool] = False
 
-    hidden_size: Positive
-    num_hidden_layers: NumLayers
-    vocab_size: Positive
-    block_size: Positive = 16
-    draft_vocab_size: Annotated[Positive, WrapValidator(_check_vocabulary)] = _DERIVED
-    mask_token: Annotated[str, Field(min_length=1)] | None = "<|MASK|>"
-    mask_token_id: Annotated[int | None, AfterValidator(_check_mask_token)] = None
-    num_target_layers: NumLayers | None = None
-    target_layer_ids: Annotated[LayerIds, WrapValidator(_check_target_layers)] = _DERIVED
-    layer_types: Annotated[LayerTypes, WrapValidator(_check_layer_types)] = _DERIVED
-    sliding_window: Annotated[Positive | None, AfterValidator(_check_sliding_window)] = None
-    causal: bool | None = Field(None, alias="is_causal")
-    sliding_is_causal: Annotated[bool, AfterValidator(_causal_unless_denied)] = True
-    window_from_anchor: bool = False
-    sample_from_anchor: bool = False
-    speculative_tokens: Annotated[Positive, WrapValidator(_check_speculative_tokens)] = _DERIVED
-    aux_streams: NumLayers = Field(1, alias="hc_mult")
-    output_multiplier: Multiplier = 1.0
-    final_logit_softcapping: Cap = None
-    input_embedding_scale: Annotated[float | None, Field(gt=0)] = None
-    has_own_lm_head: bool = False
-    has_embed_tokens: bool = False
-    max_position_embeddings: Positive | None = None
-    use_swa: bool = False
-    swa_window_size: int | None = None
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    block_size: int
+    draft_vocab_size: int
+    mask_token: str | None
+    mask_token_id: int | None
+    num_target_layers: int | None
+    target_layer_ids: tuple[int, ...]
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    causal: bool | None
+    sliding_is_causal: bool
+    window_from_anchor: bool
+    sample_from_anchor: bool
+    speculative_tokens: int
+    aux_streams: int
+    output_multiplier: float
+    final_logit_softcapping: float | None
+    input_embedding_scale: float | None
+    has_own_lm_head: bool
+    has_embed_tokens: bool
+    max_position_embeddings: int | None
+    assumptions: tuple[str, ...] = field(compare=False)
 
     @classmethod
     def parse(cls, hf_config: Any, checkpoint: str) -> Self:
@@ -170,91 +124,70 @@ class DFlashDraftConfig(StrictModel):
 
         Raises DraftConfigError naming every missing or contradictory field at once.
         """
-        problems, draft = [], None
-        nested = getattr(hf_config, "dflash_config", None)
-        if not isinstance(nested, dict):
-            if nested is not None:
-                problems.append(f"dflash_config must be an object, got {type(nested).__name__}")
-            nested = {}
-        values = cls._values(hf_config, nested)
-        try:
-            draft = cls.model_validate(values)
-        except ValidationError as error:
-            # A field is named where the file has it.
-            own = [key for key in cls._keys() if key.startswith("selector_")]
-            names = {key: f"dflash_config.{key}" for key in (*nested, *NESTED_ONLY, *own)}
-            if "is_causal" not in names and not hasattr(hf_config, "is_causal"):
-                names["is_causal"] = names.get("causal", "causal")
-            problems += problems_of(error, names=names)
-        problems += cls._hidden_problems(hf_config, nested, values)
-        problems += [found.what for found in variant_findings(vars(hf_config), nested, cls.nested_fields())]
-        if draft is None or problems:
-            raise DraftConfigError(checkpoint, problems)
-        return draft
-
-    @classmethod
-    def _hidden_problems(
-        cls, hf_config: Any, nested: Mapping[str, Any], values: Mapping[str, Any]
-    ) -> list[str]:
-        """List top-level values of another type than their field's that `dflash_config` replaces."""
-        names = [key for key in cls._keys() if key not in NESTED_ONLY and nested.get(key) is not None]
-        hidden = {key: top for key in names if (top := getattr(hf_config, key, None)) is not None}
-        try:
-            cls.model_validate({**values, **hidden})
-        except ValidationError as error:
-            kinds = [(fault["loc"][0], fault["type"]) for fault in error.errors(include_url=False)]
-            return [
-                problem
-                for (name, kind), problem in zip(kinds, problems_of(error), strict=True)
-                if name in hidden and kind.endswith("_type")
-            ]
-        return []
+        fields = DraftFields(hf_config, [])
+        values = cls._read(fields)
+        found = variant_findings(vars(hf_config), fields.values, cls.nested_fields())
+        fields.problems += [finding.what for finding in found]
+        fields.raise_problems(checkpoint)
+        return cls(**values)
 
     @classmethod
     def nested_fields(cls) -> set[str]:
         """Return the fields of `dflash_config` that are read."""
-        return {"causal", *cls._keys()}
+        return names_taken(cls._read)
 
     @classmethod
-    def _keys(cls) -> list[str]:
-        return [field.alias or name for name, field in cls.model_fields.items()]
-
-    @classmethod
-    def _values(cls, hf_config: Any, nested: Mapping[str, Any]) -> dict[str, Any]:
-        """Collect the fields that are given; null is not."""
-
-        def get(key: str) -> Any:
-            value = nested.get(key)
-            return getattr(hf_config, key, None) if value is None and key not in NESTED_ONLY else value
-
-        values = {key: get(key) for key in cls._keys()}
-        if values["is_causal"] is None:
-            values["is_causal"] = get("causal")
-        depth = values["num_hidden_layers"]
-        if not names_sliding_layers(values["layer_types"]):
-            if values["use_swa"] and isinstance(depth, int) and 0 < depth <= MAX_LAYERS:
-                # All layers slide, and are causal only if the checkpoint says so.
-                values["layer_types"] = (SLIDING_ATTENTION,) * depth
-                if values["swa_window_size"] is not None:
-                    values["sliding_window"] = values["swa_window_size"]
-                if values["is_causal"] is None:
-                    values["sliding_is_causal"] = False
-            else:
-                values["sliding_window"] = None
-        given = {key: value for key, value in values.items() if value is not None}
-        return given if "mask_token_id" not in given else {**given, "mask_token": None}
+    def _read(cls, fields: Fields) -> dict[str, Any]:
+        """Read the values of the attributes."""
+        vocab_size = fields.take("vocab_size", int, least=1)
+        drafted = fields.take("draft_vocab_size", int, vocab_size, least=1)
+        if vocab_size and drafted and drafted > vocab_size:
+            fields.fault("draft_vocab_size", f"is {drafted}, more than the target's {vocab_size} tokens")
+        mask_id = fields.take("mask_token_id", int, None)
+        if mask_id is not None and not 0 <= mask_id < (vocab_size or mask_id + 1):
+            fields.fault("mask_token_id", f"is {mask_id}, outside the vocabulary of {vocab_size} tokens")
+        mask = fields.take("mask_token", str, "<|MASK|>") if mask_id is None else None
+        if mask == "":
+            fields.fault("mask_token", "is empty")
+        causal = fields.take("is_causal", bool, None)
+        if causal is None:
+            causal = fields.take("causal", bool, None)
+        values = {
+            "hidden_size": fields.take("hidden_size", int, least=1),
+            "num_hidden_layers": fields.take("num_hidden_layers", int, **_LAYERS),
+            "vocab_size": vocab_size,
+            "draft_vocab_size": drafted,
+            "mask_token": mask,
+            "mask_token_id": mask_id,
+            "causal": causal,
+            "aux_streams": fields.take("hc_mult", int, 1, **_LAYERS),
+            "output_multiplier": _take_factor(fields, "output_multiplier", 1.0),
+            "final_logit_softcapping": _take_factor(fields, "final_logit_softcapping", None),
+            "input_embedding_scale": fields.take("input_embedding_scale", float, None, above=0),
+            "has_own_lm_head": fields.take("has_own_lm_head", bool, False),
+            "has_embed_tokens": fields.take("has_embed_tokens", bool, False),
+            "max_position_embeddings": fields.take("max_position_embeddings", int, None, least=1),
+        }
+        depth = values["num_hidden_layers"] or 1
+        values |= (
+            _read_block(fields) | _read_target_layers(fields, depth) | _read_windows(fields, depth, causal)
+        )
+        assumed = (
+            ("block_size", "block_size", values["block_size"]),
+            ("target_layer_ids", "dflash_config.target_layer_ids", [*values["target_layer_ids"]]),
+            ("mask_token", "dflash_config.mask_token_id", mask),
+        )
+        return values | {
+            "assumptions": tuple(
+                f"{place} is missing, {value} is assumed"
+                for name, place, value in assumed
+                if value is not None and fields.find(name) is None
+            )
+        }
 
     def assumed(self) -> list[str]:
         """Say which values the checkpoint does not give and SGLang's defaults replace."""
-        given = self.model_fields_set
-        defaults = (
-            ("block_size" in given, "block_size", self.block_size),
-            ("target_layer_ids" in given, "dflash_config.target_layer_ids", list(self.target_layer_ids)),
-            (bool({"mask_token_id", "mask_token"} & given), "dflash_config.mask_token_id", self.mask_token),
-        )
-        return [
-            f"{name} is missing, {value} is assumed" for is_given, name, value in defaults if not is_given
-        ]
+        return [*self.assumptions]
 
     @property
     def aux_width(self) -> int:
@@ -324,17 +257,78 @@ class DFlashDraftConfig(StrictModel):
         return True
 
 
+def _take_factor(fields: Fields, name: str, none: float | None) -> Any:
+    """Return a positive number; `none` for zero and false, as in SGLang."""
+    return none if fields.find(name) == 0 else fields.take(name, float, none, above=0)
+
+
+def _read_block(fields: Fields) -> dict[str, Any]:
+    size = fields.take("block_size", int, 16, least=1)
+    drafts_first = fields.take("sample_from_anchor", bool, False)
+    num_rows = (size or 0) - (not drafts_first)
+    tokens = fields.take("speculative_tokens", int, num_rows, least=1)
+    if size and tokens and tokens > num_rows:
+        fields.fault("speculative_tokens", f"is {tokens}, but a block_size of {size} drafts {num_rows}")
+    return {"block_size": size, "sample_from_anchor": drafts_first, "speculative_tokens": tokens}
+
+
+def _read_target_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
+    depth = fields.take("num_target_layers", int, None, **_LAYERS)
+    ids = fields.take_list("target_layer_ids", int, ())
+    if ids == ():
+        try:
+            ids = spread_target_layer_ids(depth, num_layers)
+        except ValueError as error:
+            fields.fault("target_layer_ids", str(error))
+    ids = ids or ()
+    if any(i < 0 for i in ids):
+        fields.fault("target_layer_ids", f"{format_ids(ids)} hold a negative id")
+    if len(set(ids)) < len(ids):
+        fields.fault("target_layer_ids", f"must be without repeats, got {short_repr([*ids])}")
+    return {"num_target_layers": depth, "target_layer_ids": tuple(ids)}
+
+
+def _read_windows(fields: Fields, num_layers: int, causal: bool | None) -> dict[str, Any]:
+    """Read what a draft's layers see of a block and of the tokens before it."""
+    full = (FULL_ATTENTION,) * num_layers
+    types = fields.take_list("layer_types", str, full, one_of=(FULL_ATTENTION, SLIDING_ATTENTION)) or full
+    window = fields.take("sliding_window", int, None, least=0)
+    whole = fields.take("swa_window_size", int, None)
+    is_causal = fields.take("sliding_is_causal", bool, True)
+    if fields.take("use_swa", bool, False) and SLIDING_ATTENTION not in types:
+        # All layers slide, and are causal only if the checkpoint says so.
+        types, window = (SLIDING_ATTENTION,) * num_layers, window if whole is None else whole
+        is_causal = is_causal and causal is not None
+    if len(types) != num_layers:
+        problem = f"must list one entry per draft layer ({num_layers}), got {short_repr([*types])}"
+        fields.fault("layer_types", problem)
+    if SLIDING_ATTENTION not in types:
+        window = None
+    elif window is None:
+        fields.fault("sliding_window", "is missing, and so is dflash_config.swa_window_size")
+    elif window < 2:
+        fields.fault("sliding_window", f"is {window}, which leaves a layer nothing but the query itself")
+    return {
+        "layer_types": tuple(types),
+        "sliding_window": window,
+        "sliding_is_causal": is_causal and causal is not False,
+        "window_from_anchor": fields.take("window_from_anchor", bool, False),
+    }
+
+
 def names_sliding_layers(layer_types: Any) -> bool:
     """Return True if a config's `layer_types` name a sliding layer."""
     return isinstance(layer_types, list | tuple) and SLIDING_ATTENTION in layer_types
 
 
-def spread_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+def spread_target_layer_ids(num_target_layers: int | None, num_draft_layers: int) -> tuple[int, ...]:
     """Return the target layers z-lab's drafts read if a checkpoint names none.
 
     They are one per draft layer, spread evenly from layer 1 to layer L-3 (0-based layer outputs;
     z-lab/dflash, `build_target_layer_ids`).
     """
+    if num_target_layers is None:
+        raise ValueError("is missing, and so is num_target_layers, over which to spread layers")
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     first, last = 1, num_target_layers - 3

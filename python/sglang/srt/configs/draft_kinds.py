@@ -6,59 +6,17 @@ P-EAGLE is speculators' `peagle`, converted to a flat config by `configs/specula
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
-
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, format_ids
-from sglang_dflash.srt.configs.fields import (
-    DraftConfigError,
-    LayerIds,
-    Positive,
-    Shapes,
-    first_name,
-    short_repr,
-)
+from sglang_dflash.srt.configs.fields import DraftConfigError, Fields, Shapes, first_name, short_repr
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 
 
-def _check_groups(value: int, info: ValidationInfo) -> int:
-    size, hidden = info.data.get("conv_kernel_size", value), info.data.get("hidden_size", value)
-    if bool(size) != bool(value):
-        raise ValueError(f"is {value} and conv_kernel_size {size}: convolutions need both")
-    if value and hidden % value:
-        raise ValueError(f"is {value}, which does not divide {hidden} channels")
-    return value
-
-
-def _check_selector(value: int, info: ValidationInfo) -> int:
-    vocab_size = info.data.get("vocab_size", value)
-    if not value:
-        raise ValueError("is missing: a DFlash2 draft has a candidate selector")
-    if info.field_name == "selector_top_k" and value > vocab_size:
-        raise ValueError(f"is {value}, of a vocabulary of {vocab_size} tokens")
-    # Not defined: no published draft, and no other server, has a selector over one.
-    if info.data.get("draft_vocab_size", vocab_size) != vocab_size:
-        raise ValueError("with a draft_vocab_size is not supported")
-    return value
-
-
-def _check_selected_vocabulary(value: int | None, info: ValidationInfo) -> int | None:
-    if value is None:
-        return value
-    if value > info.data.get("vocab_size", value):
-        raise ValueError(f"is {value}, of a vocabulary of {info.data['vocab_size']} tokens")
-    if value < info.data.get("selector_top_k", value):
-        raise ValueError(f"is {value}, fewer than the {info.data['selector_top_k']} candidates of a slot")
-    return value
-
-
-# Null and false are zero: the draft has none.
-Count = Annotated[int, Field(ge=0), BeforeValidator(lambda value: value or 0)]
-
-
+@dataclass(frozen=True, kw_only=True)
 class DFlash2DraftConfig(DFlashDraftConfig):
     """One DFlash2 draft.
 
@@ -73,11 +31,43 @@ class DFlash2DraftConfig(DFlashDraftConfig):
 
     kind: ClassVar[str] = "DFlash2"
 
-    conv_kernel_size: Count = 0
-    conv_group_size: Annotated[Count, AfterValidator(_check_groups)] = 0
-    selector_rank: Annotated[Count, AfterValidator(_check_selector)] = 0
-    selector_top_k: Annotated[Count, AfterValidator(_check_selector)] = 0
-    selector_vocab_size: Annotated[Positive | None, AfterValidator(_check_selected_vocabulary)] = None
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+    selector_vocab_size: int | None
+
+    @classmethod
+    def _read(cls, fields: Fields) -> dict[str, Any]:
+        values = super()._read(fields)
+        hidden, vocab_size = values["hidden_size"] or 0, values["vocab_size"] or 0
+        taps, group = _take_count(fields, "conv_kernel_size"), _take_count(fields, "conv_group_size")
+        if None not in (taps, group) and bool(taps) != bool(group):
+            problem = f"is {group} and conv_kernel_size {taps}: convolutions need both"
+            fields.fault("conv_group_size", problem)
+        elif group and hidden % group:
+            fields.fault("conv_group_size", f"is {group}, which does not divide {hidden} channels")
+        rank, top_k = _take_count(fields, "selector_rank"), _take_count(fields, "selector_top_k")
+        for name, value in (("selector_rank", rank), ("selector_top_k", top_k)):
+            if value == 0:
+                fields.fault(name, "is missing: a DFlash2 draft has a candidate selector")
+        size = fields.take("selector_vocab_size", int, None, least=1)
+        for name, value in (("selector_top_k", top_k), ("selector_vocab_size", size)):
+            if value and vocab_size and value > vocab_size:
+                fields.fault(name, f"is {value}, of a vocabulary of {vocab_size} tokens")
+        if size and top_k and size < top_k:
+            problem = f"is {size}, fewer than the {top_k} candidates of a slot"
+            fields.fault("selector_vocab_size", problem)
+        # Not defined: no published draft, and no other server, has a selector over one.
+        if values["draft_vocab_size"] != values["vocab_size"]:
+            fields.fault("selector_rank", "with a draft_vocab_size is not supported")
+        return values | {
+            "conv_kernel_size": taps,
+            "conv_group_size": group,
+            "selector_rank": rank,
+            "selector_top_k": top_k,
+            "selector_vocab_size": size,
+        }
 
     def required_tensors(self, hf_config: Any) -> Shapes:
         codebook = (self.vocab_size, self.selector_rank)
@@ -97,6 +87,11 @@ class DFlash2DraftConfig(DFlashDraftConfig):
         return shapes
 
 
+def _take_count(fields: Fields, name: str) -> Any:
+    """Return a number, which is zero for false too: the draft has none."""
+    return 0 if fields.find(name) is False else fields.take(name, int, 0, least=0)
+
+
 PEAGLE_ARCHITECTURE = "PEagleDraftModel"
 DEFAULT_DEPTH = 7  # drafted tokens a step, if the config does not say
 PEAGLE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm")  # options of the format
@@ -107,15 +102,7 @@ def default_layer_inputs(depth: int) -> list[int]:
     return [2, depth // 2, depth - 3]
 
 
-def _check_ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
-    if min(ids) < 0:
-        raise ValueError(f"hold a negative id: {short_repr(list(ids))}")
-    # SGLang concatenates captured states in ascending order, and norms are fitted to each place.
-    if list(ids) != sorted(set(ids)):
-        raise ValueError(f"must be ascending without repeats, got {short_repr(list(ids))}")
-    return ids
-
-
+@dataclass(frozen=True, kw_only=True)
 class PEagleDraftConfig(DFlashDraftConfig):
     """One P-EAGLE draft (arXiv 2602.01469).
 
@@ -131,12 +118,19 @@ class PEagleDraftConfig(DFlashDraftConfig):
     kind: ClassVar[str] = "P-EAGLE"
     shifts_request_table: ClassVar[bool] = True
 
-    block_size: Positive
-    target_layer_ids: Annotated[LayerIds, AfterValidator(_check_ascending)]
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     qk_norm: bool
+
+    @classmethod
+    def _read(cls, fields: Fields) -> dict[str, Any]:
+        values = super()._read(fields)
+        ids = list(values["target_layer_ids"])
+        # SGLang concatenates captured states in ascending order, and norms are fitted to each place.
+        if ids != sorted(ids):
+            fields.fault("target_layer_ids", f"must be ascending without repeats, got {short_repr(ids)}")
+        return values | {name: fields.take(name, bool) for name in (*PEAGLE_NORMS, "qk_norm")}
 
     def is_causal(self, layer_id: int) -> bool:
         """Return True: every row sees only the rows before it."""

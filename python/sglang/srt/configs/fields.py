@@ -5,11 +5,8 @@ that does not meet them fails somewhere deep. The ranges here are accepted by al
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeGuard
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, TypeGuard
 
 MAX_LAYERS = 10_000  # far beyond any model; keeps a garbled config from being allocated for
 MAX_SIZE = 2**24  # of a width or a length, for the same reason
@@ -83,6 +80,10 @@ class Fields:
         self.values, self.problems, self.where = values, problems, where
         self.names: set[str] = set()
 
+    def find(self, name: str) -> Any:
+        """Return what a field holds, unchecked."""
+        return self.values.get(name)
+
     def fault(self, name: str, text: str) -> None:
         self.problems.append(f"{self.where}{name} {text}")
 
@@ -96,7 +97,7 @@ class Fields:
             limits: of the value, as `check` has them.
         """
         self.names.add(name)
-        if (value := self.values.get(name)) is not None:
+        if (value := self.find(name)) is not None:
             return self.check(name, value, kind, **limits)
         if default is REQUIRED:
             self.fault(name, "is missing")
@@ -308,48 +309,3 @@ def layer_shapes(config: Any, input_size: int, has_qk_norm: bool) -> Shapes:
     if getattr(config, "attention_bias", False):
         shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
     return shapes
-
-
-Positive = Annotated[int, Field(ge=1)]
-NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
-LayerIds = Annotated[tuple[int, ...], Field(min_length=1, strict=False)]  # a list in JSON
-
-# Pydantic's types of errors in the words of JSON.
-_WANTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "too_short": "a non-empty list",
-    "dict_type": "an object",
-    "model_type": "an object",
-}
-
-
-class StrictModel(BaseModel):
-    """A frozen model of JSON: no conversions between types, no infinity or NaN."""
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, validate_default=True)
-
-
-def problems_of(error: ValidationError, names: Mapping[str, str] | None = None) -> list[str]:
-    """List what is wrong, a line for each field.
-
-    `names` are the names in the file, if different.
-    """
-    problems = []
-    for fault in error.errors(include_url=False):
-        first, *rest = map(str, fault["loc"])
-        name = ".".join(((names or {}).get(first, first), *rest))
-        kind = fault["type"]
-        if kind == "missing":
-            problems.append(f"{name} is missing")
-        elif kind == "value_error":  # raised by a validator of ours
-            problems.append(f"{name} {fault['ctx']['error']}")
-        else:
-            message = re.sub(r"^\w+ should", "must", fault["msg"])
-            wanted = f"must be {_WANTED[kind]}" if kind in _WANTED else message
-            problems.append(f"{name} {wanted}, got {short_repr(fault['input'])}")
-    return problems

@@ -250,7 +250,7 @@ class Pair:
             config = read_draft_config(hf_config, draft.name)
             if config.mask_token_id is None:
                 mask = find_mask_token(config, target.tokenizer, draft.name)
-                config = config.model_copy(update={"mask_token_id": mask})
+                config = replace(config, mask_token_id=mask)
             self.config, self.hf_config, self.is_parsed = config, hf_config, True
             check_draft_fits_target(
                 config, self.text_config, draft.name, target.config.get("architectures") or ()

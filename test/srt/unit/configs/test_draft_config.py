@@ -123,7 +123,7 @@ def test_what_dflash_config_may_not_say(nested, words):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"dflash_config": [1, 2]}, ["dflash_config", "list"]),
+        ({"dflash_config": [1, 2]}, ["dflash_config", "[1, 2]"]),
         (
             {"num_target_layers": None, "dflash_config": {}},
             ["target_layer_ids", "num_target_layers", "missing"],
