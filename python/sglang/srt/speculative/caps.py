@@ -29,20 +29,13 @@ def requested_caps(reqs: Sequence[Any], block_size: int) -> np.ndarray:
 
             >>> from types import SimpleNamespace
             >>> from sglang.srt.sampling.sampling_params import SamplingParams
-            >>> from sglang_dflash.srt.speculative.caps import check_cap, requested_caps
+            >>> from sglang_dflash.srt.speculative.caps import requested_caps
             >>> capped = {"sampling_params": {"custom_params": {"speculative_max_tokens": 2}}}
             >>> plain = {"sampling_params": {}}
-            >>> check_cap(capped["sampling_params"]["custom_params"])
             >>> params = [SamplingParams(**body["sampling_params"]) for body in (capped, plain)]
             >>> reqs = [SimpleNamespace(sampling_params=p, custom_logit_processor=None) for p in params]
             >>> requested_caps(reqs, block_size=8)
             array([2, 7], dtype=int32)
-
-        A cap that is no count is answered with HTTP 400::
-
-            >>> check_cap({"speculative_max_tokens": -1})
-            Traceback (most recent call last):
-            ValueError: custom_params: speculative_max_tokens is a number of drafted tokens, 0 or more, ...
     """
     largest = block_size - 1
     return np.array([_cap(req, largest) for req in reqs], dtype=np.int32)

@@ -1,14 +1,14 @@
 """Checks of requests, in two processes. What fails is answered with HTTP 400, by name.
 
-`find_problem` stands in the scheduler and keeps it alive, whoever sends the request. `check_request` stands
-in SGLang's front end in Python, which checks few types: the scheduler could not decode what it sends.
+`find_problem` stands in the scheduler and keeps it alive, whoever sends the request. `check_and_normalize`
+stands in SGLang's front end in Python, which checks few types: the scheduler could not decode what it sends.
 """
 
 import functools
 import re
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import msgspec
 from sglang.srt.runtime_context import get_exec
@@ -28,14 +28,14 @@ INT64 = 2**63
 MAX_TOP_K = 2**31 - 1
 _GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # SGLang fills these in itself.
-_INTERNAL = (
-    "stop_strs",
-    "stop_regex_strs",
-    "stop_str_max_len",
-    "stop_regex_max_len",
-    "is_normalized",
-    "ebnf_full_assistant",
-)
+_INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
+_INTERNAL += ("is_normalized", "ebnf_full_assistant")
+# Fields of which each prompt has one. For several prompts they may be lists.
+_ONE_PER_PROMPT = (
+    "rid sampling_params return_logprob logprob_start_len top_logprobs_num token_ids_logprob lora_path "
+    "lora_id return_sampling_mask sampling_logprobs_mode return_hidden_states custom_logit_processor "
+    "bootstrap_host bootstrap_port bootstrap_room"
+).split()
 
 
 @patches(
@@ -46,18 +46,10 @@ _INTERNAL = (
     upstream="https://github.com/sgl-project/sglang/pull/28960",
 )
 def check_and_normalize(original: Callable[[Any], None], request: Any) -> None:
-    """Check types and ranges of sampling parameters, as some would end the scheduler."""
-    check_request(request)
-    original(request)
-
-
-def check_request(request: Any) -> None:
-    """Check SGLang's GenerateReqInput.
+    """Check types and ranges of fields, as some would end the scheduler.
 
     Raises ValueError naming the first bad field; SGLang answers it with HTTP 400.
     """
-    if isinstance(request.sampling_params, list) and _is_one_prompt(request):
-        raise ValueError("sampling_params: a list goes with a list of prompts.")
     overrides = [value for value in _each(request.positional_embed_overrides) if value]
     if any(type(value).__name__ != "PositionalEmbeds" for value in overrides):
         raise ValueError("positional_embed_overrides: a request cannot contain tensors.")
@@ -65,84 +57,51 @@ def check_request(request: Any) -> None:
         if not isinstance(sampling, dict):
             raise ValueError(f"sampling_params: {short_repr(sampling)} is not an object.")
         _check_sampling(sampling)
-    if isinstance(request.rid, list) and _is_one_prompt(request):
-        # One prompt with several answers is a list of one to SGLang.
-        sampling = request.sampling_params or {}
-        if len(request.rid) != 1 or sampling.get("n", 1) == 1:
-            raise ValueError(f"rid: {short_repr(request.rid)} is a list, which goes with a list of prompts.")
     for start in _each(request.logprob_start_len):
         if not -INT64 <= start < INT64:
             raise ValueError(f"logprob_start_len: {start} is beyond 64 bits.")
+    original(request)
+    for name in _ONE_PER_PROMPT if request.is_single else ():
+        value = getattr(request, name, None)
+        if isinstance(value[0] if name == "token_ids_logprob" and value else value, list):
+            raise ValueError(f"{name}: a list goes with a list of prompts.")
 
 
 def _check_sampling(sampling: dict[str, Any]) -> None:
     if sampling.get("n", 1) is None:
         del sampling["n"]  # the default, as everywhere
     for name, value in sampling.items():
-        if name in _INTERNAL or name not in _parameter_types():
+        if name not in _parameter_types():
             raise ValueError(f"sampling_params: there is no {name!r}.")
         if value is None:  # the default
             continue
         try:
             msgspec.convert(value, _parameter_types()[name])
-        except msgspec.ValidationError as error:
+            msgspec.msgpack.encode(value)  # a number deep inside may be beyond 64 bits
+            for pattern in _each(value) if name == "stop_regex" else ():
+                re.compile(pattern)
+        except (ValueError, OverflowError, re.error) as error:
             raise ValueError(f"sampling_params: {name} cannot be {short_repr(value)}: {error}.") from error
-        if any(not -INT64 <= number < INT64 for number in _integers(value)):
-            raise ValueError(f"sampling_params: {name} has a number beyond 64 bits.")
-    for pattern in _each(sampling.get("stop_regex")):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"sampling_params: stop_regex {short_repr(pattern)} is no regular expression: {error}."
-            ) from error
-    n = sampling.get("n", 1)
-    if not 1 <= n <= MAX_ANSWERS:
-        raise ValueError(f"sampling_params: n is {n}, and has to be 1 to {MAX_ANSWERS}.")
-
-
-def _is_one_prompt(request: Any) -> bool:
-    ids, embeds = request.input_ids, request.input_embeds
-    if request.text is not None:
-        return isinstance(request.text, str)
-    if ids is not None:
-        return bool(ids) and isinstance(ids[0], int)
-    return bool(embeds) and bool(embeds[0]) and isinstance(embeds[0][0], float)
 
 
 @functools.cache
 def _parameter_types() -> dict[str, Any]:
-    """Return the types of SGLang's sampling parameters by name."""
+    """Return the types of a request's sampling parameters by name."""
     types = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
-    return types | {"stop_token_ids": list[int | str | None]}  # SGLang itself makes numbers of them
+    types["n"] = Annotated[int, msgspec.Meta(ge=1, le=MAX_ANSWERS)]
+    types["stop_token_ids"] = list[int | str | None]  # SGLang itself makes numbers of them
+    return {name: kind for name, kind in types.items() if name not in _INTERNAL}
 
 
 def _each(values: Any) -> Sequence[Any]:
     """List the values of a field that may be one value for all prompts, or one for each."""
-    if values is None:
-        return ()
-    return values if isinstance(values, list) else (values,)
-
-
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, int):
-        yield value
-    elif isinstance(value, dict):
-        for key, nested in value.items():
-            yield from _integers(key)
-            yield from _integers(nested)
-    elif isinstance(value, list):
-        for nested in value:
-            yield from _integers(nested)
+    return values if isinstance(values, list) else () if values is None else (values,)
 
 
 class RefusedParams(SamplingParams):
-    """Sampling parameters of a refused request, which SGLang still runs through one forward.
+    """Parameters of a refused request, which SGLang still runs through one forward."""
 
-    `problem` is the message of the request's HTTP 400.
-    """
-
-    problem: str = ""
+    problem: str = ""  # message of the HTTP 400
 
 
 @patches(
@@ -158,7 +117,13 @@ def check_and_handle(original: Callable[..., None], scheduler: Any, recv_req: An
     requests by itself, such as those of an unknown session, and then runs them with what they asked for.
     """
     if problem := find_problem(recv_req, scheduler.model_config):
-        _make_harmless(recv_req, problem)
+        recv_req.sampling_params = RefusedParams(problem=problem, max_new_tokens=1, top_k=1)
+        recv_req.sampling_params.normalize(None)
+        recv_req.custom_logit_processor = recv_req.token_ids_logprob = None
+        recv_req.return_logprob = recv_req.return_hidden_states = recv_req.return_sampling_mask = False
+        recv_req.top_logprobs_num, recv_req.logprob_start_len = 0, -1
+        if recv_req.input_embeds is not None:
+            recv_req.input_embeds, recv_req.input_ids = None, array("q", [0])
     original(scheduler, recv_req, **options)
 
 
@@ -173,7 +138,8 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
 
     Returns the message, or None. SGLang calls this for every request.
     """
-    problem = _problem(req)
+    params = req.sampling_params
+    problem = params.problem if isinstance(params, RefusedParams) else _problem(req)
     if problem is not None:
         # SGLang runs one step of a refused request, and has it wait for room until then.
         req.sampling_params.max_new_tokens = 1
@@ -181,15 +147,21 @@ def validate_dflash_request(req: Any, enable_overlap: bool) -> str | None:
 
 
 def _problem(req: Any) -> str | None:
-    if isinstance(req.sampling_params, RefusedParams):
-        return req.sampling_params.problem
+    """Return why a request is refused whose fields are right, or None."""
     if req.custom_logit_processor is not None:
         try:
             guard(req)
         except Exception as error:  # whatever the sender's bytes raise; SGLang would end the server
             req.custom_logit_processor = None
             return f"custom_logit_processor: cannot be used: {type(error).__name__}: {error!s:.200}."
-    return _outside_vocabulary(req) or end_with_pool(req)
+    ids = req.origin_input_ids
+    if not len(ids):
+        return "input_ids: the prompt has no tokens."
+    if req.multimodal_inputs is None:  # ids of an image's tokens are outside on purpose
+        for token in (min(ids), max(ids)):
+            if not 0 <= token < req.vocab_size:  # an index error would end the server
+                return f"input_ids: {token} is outside the vocabulary, 0 to {req.vocab_size - 1}."
+    return end_with_pool(req)
 
 
 def find_problem(request: Any, model: Any) -> str | None:
@@ -210,6 +182,7 @@ def find_problem(request: Any, model: Any) -> str | None:
     for name, values, least, most in (
         ("stop_token_ids", params.stop_token_ids or (), 0, model.vocab_size - 1),
         ("token_ids_logprob", request.token_ids_logprob or (), 0, model.vocab_size - 1),
+        ("min_new_tokens", [params.min_new_tokens], 0, INT64 - 1),
         ("top_k", [params.top_k], 1, MAX_TOP_K),
         ("top_logprobs_num", [request.top_logprobs_num], 0, model.vocab_size),
     ):
@@ -232,31 +205,3 @@ def _unsupported(request: Any) -> list[str]:
         grammars = [name for name in _GRAMMAR_FIELDS if getattr(params, name) is not None]
         found += [f"{name} with --grammar-backend outlines" for name in grammars]
     return found
-
-
-def _make_harmless(request: Any, problem: str) -> None:
-    """Let nothing of a refused request reach a forward."""
-    request.sampling_params = RefusedParams(
-        problem=problem, max_new_tokens=1, top_k=1, stop_strs=[], stop_regex_strs=[], is_normalized=True
-    )
-    request.custom_logit_processor = request.token_ids_logprob = None
-    request.return_logprob = request.return_hidden_states = request.return_sampling_mask = False
-    request.top_logprobs_num, request.logprob_start_len = 0, -1
-    if request.input_embeds is not None:
-        request.input_embeds, request.input_ids = None, array("q", [0])
-
-
-def _outside_vocabulary(req: Any) -> str | None:
-    """Describe a prompt that would end the server with an index error, or return None.
-
-    Such a prompt is empty, or names a token id outside the embedding. SGLang accepts both.
-    """
-    ids = req.origin_input_ids
-    if not len(ids):
-        return "input_ids: the prompt has no tokens."
-    if req.multimodal_inputs is not None:
-        return None  # ids of an image's tokens are outside on purpose
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < req.vocab_size:
-            return f"input_ids: {token} is outside the vocabulary, 0 to {req.vocab_size - 1}."
-    return None

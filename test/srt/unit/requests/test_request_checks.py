@@ -3,11 +3,12 @@
 from array import array
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import TARGET, dflash_arguments
-from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from support import scheduled
 from support.scheduled import Job
@@ -16,17 +17,19 @@ from sglang_dflash.srt.speculative import request_checks
 from sglang_dflash.srt.speculative.request_checks import (
     INT64,
     MAX_ANSWERS,
-    check_request,
+    check_and_normalize,
     find_problem,
     validate_dflash_request,
 )
 
+PROMPTS = ("text", "input_ids", "input_embeds")
 
-def request(sampling=None, **fields) -> SimpleNamespace:
-    absent = dict.fromkeys(
-        ("logprob_start_len", "positional_embed_overrides", "text", "input_ids", "input_embeds", "rid")
-    )
-    return SimpleNamespace(**absent | {"sampling_params": sampling, **fields})
+
+def check(sampling=None, **fields) -> None:
+    """Check a request as SGLang's front end does."""
+    prompt = {} if fields.keys() & PROMPTS else {"text": "one prompt"}
+    made = GenerateReqInput(sampling_params=sampling, **prompt | fields)
+    check_and_normalize(GenerateReqInput.normalize_batch_and_arguments, made)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,6 @@ def request(sampling=None, **fields) -> SimpleNamespace:
     [
         None,
         {},
-        [{}, {"n": 2}],
         {"n": None, "temperature": 1, "top_p": 0.5, "stop": "a", "stop_token_ids": ["5", 7, None]},
         {"n": MAX_ANSWERS, "stop": ["a", "b"], "logit_bias": {"5": 1, "7": -100.0}, "ignore_eos": True},
         {"json_schema": "{}", "custom_params": {"a": [1, None], "b": {"c": "d"}, "thinking_budget": 5}},
@@ -44,13 +46,17 @@ def request(sampling=None, **fields) -> SimpleNamespace:
     ],
 )
 def test_valid_parameters_are_accepted(sampling):
-    check_request(request(sampling))
+    check(sampling)
+    check([sampling or {}] * 2, text=["two", "prompts"])
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        *({"logprob_start_len": start} for start in (-1, 0, 7, [0, -1])),
+        *({"logprob_start_len": start} for start in (-1, 0, 7)),
+        {"logprob_start_len": [0, -1], "text": ["two", "prompts"]},
+        {"token_ids_logprob": [5, 7]},
+        {"token_ids_logprob": [[5], [7]], "text": ["two", "prompts"]},
         {"rid": "a", "text": "one prompt"},
         {"rid": "a", "text": ["two", "prompts"]},
         {"rid": ["a", "b"], "text": ["two", "prompts"]},
@@ -61,17 +67,19 @@ def test_valid_parameters_are_accepted(sampling):
     ids=str,
 )
 def test_other_valid_fields_are_accepted(fields):
-    check_request(request(**fields))
+    check(**fields)
 
 
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"sampling": {"n": 0}}, "n is 0"),
-        ({"sampling": {"n": MAX_ANSWERS + 1}}, f"n is {MAX_ANSWERS + 1}"),
+        ({"sampling": {"n": 0}}, "n cannot be 0: Expected `int` >= 1"),
+        ({"sampling": {"n": MAX_ANSWERS + 1}}, f"n cannot be {MAX_ANSWERS + 1}: Expected `int` <= 4096"),
         ({"sampling": {"max_new_tokens": 2.5}}, "max_new_tokens"),
         ({"sampling": {"sampling_seed": 2**70}}, "sampling_seed"),
-        ({"sampling": {"stop_regex": ["a", "["]}}, "stop_regex"),
+        ({"sampling": {"custom_params": {"a": {"b": 2**70}}}}, "custom_params"),
+        ({"sampling": {"stop": "\ud800"}}, "stop"),
+        ({"sampling": {"stop_regex": ["a", "["]}}, "stop_regex cannot be .*unterminated"),
         ({"sampling": {"nonsense": 1}}, "nonsense"),
         ({"sampling": ["x"]}, "sampling_params"),
         ({"sampling": [{}], "text": "one prompt"}, "a list of prompts"),
@@ -80,21 +88,37 @@ def test_other_valid_fields_are_accepted(fields):
         ({"rid": ["a"], "input_ids": [1, 2], "sampling": {"n": 1}}, "rid"),
         ({"rid": ["a", "b"], "text": "one prompt", "sampling": {"n": 2}}, "rid"),
         ({"rid": [], "input_embeds": [[0.5]]}, "rid"),
-        ({"logprob_start_len": [0, 2**70]}, "logprob_start_len"),
+        ({"logprob_start_len": [0, 2**70], "text": ["two", "prompts"]}, "logprob_start_len"),
+        ({"token_ids_logprob": [[5]], "return_logprob": True}, "token_ids_logprob"),
         ({"positional_embed_overrides": {"a": 1}}, "positional_embed_overrides"),
         ({"positional_embed_overrides": [[1, 2]]}, "positional_embed_overrides"),
     ],
 )
 def test_invalid_fields_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
-        check_request(request(**fields))
+        check(**fields)
+
+
+def test_no_list_that_one_prompt_sends_ends_the_scheduler():
+    """It decodes a message by types. These are the fields that may be lists for several prompts."""
+    sent_as = {field.name: field.type for field in msgspec.structs.fields(TokenizedGenerateReqInput)}
+    listed = [
+        name
+        for name, kind in GenerateReqInput.__annotations__.items()
+        if "List" in str(kind) and name in sent_as and "ist" not in str(sent_as[name])
+    ]
+    assert {"rid", "top_logprobs_num", "custom_logit_processor", "return_hidden_states"} < set(listed)
+    unsent = {"input_ids", "bootstrap_pair_key", "decode_tp_size"}
+    for name in {*listed, "lora_path"} - unsent:
+        with pytest.raises(ValueError, match=name):
+            check(**{"sampling" if name == "sampling_params" else name: [None]})
 
 
 def test_every_parameter_that_sglang_has_is_known():
     defaults, refused = SamplingParams(), []
     for name in SamplingParams.__struct_fields__:
         try:
-            check_request(request({name: getattr(defaults, name)}))
+            check({name: getattr(defaults, name)})
         except ValueError as error:
             assert name in str(error)
             refused.append(name)
@@ -112,12 +136,10 @@ ANYTHING = st.recursive(
 @given(st.data())
 def test_accepted_fields_can_be_sent_to_the_scheduler(data):
     """Every accepted field must decode, because the scheduler exits if one does not."""
-    import msgspec
-
     name = data.draw(st.sampled_from(SamplingParams.__struct_fields__))
     sampling = {name: data.draw(ANYTHING)}
     try:
-        check_request(request(sampling))
+        check(sampling)
         made = SamplingParams(**sampling)
         made.verify(2048)
     except (ValueError, TypeError):  # refused with HTTP 400
@@ -160,6 +182,7 @@ BAD = (
     ("min_p", {"min_p": 5.0}, {}),
     ("temperature", {"temperature": float("nan")}, {}),
     ("frequency_penalty", {"frequency_penalty": float("nan")}, {}),
+    ("min_new_tokens", {"min_new_tokens": 2**63, "max_new_tokens": 2**64 - 1}, {}),
     ("logit_bias", {"logit_bias": {"1000000": 1.0}}, {}),
     ("invalid literal", {"logit_bias": {"x": 1.0}}, {}),
     *(
