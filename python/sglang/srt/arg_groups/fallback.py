@@ -1,13 +1,11 @@
-"""The decision who serves: our DFLASH, SGLang's built-in DFLASH as the fallback, or none.
+"""The decision who serves: our DFLASH, or SGLang's built-in DFLASH as the fallback.
 
 The launcher decides once, before it declares anything. What our DFLASH does not serve is handed over to the
 built-in, which runs the server unchanged or refuses it. So installing the plugin never ends a server that
-worked. Nothing is handed over if a feature was requested that only our DFLASH has, or with
-`--speculative-dflash-strict`.
+worked. Nothing is handed over if only ours could serve it, or with `--speculative-dflash-strict`.
 """
 
 import logging
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -51,7 +49,11 @@ def fall_back(server_args: Any, found: list[Unsupported]) -> bool:
         return False
     because = tuple(finding.what for finding in found)
     if reasons := _reasons_to_refuse(server_args, found):
-        raise _refusal(because, "; ".join(reasons))
+        listed = "\n  - ".join(because)
+        raise ValueError(
+            f"DFLASH does not support:\n  - {listed}\n"
+            f"SGLang's built-in implementation does not serve instead: {'; '.join(reasons)}."
+        )
     lost = (*BUILTIN_LACKS, *(finding.drawback for finding in found if finding.drawback))
     Implementation("sglang", version("sglang"), because, lost).decide(server_args)
     DFlashOptions.FALLBACK.set(1)
@@ -66,43 +68,18 @@ def fall_back(server_args: Any, found: list[Unsupported]) -> bool:
     return True
 
 
-def resolve_as_builtin(server_args: Any, resolve: Callable[[Any], None]) -> None:
-    """Let SGLang's step resolve a server that was handed over.
-
-    Raises:
-        ValueError: The built-in refuses too. The error names the reasons of both.
-    """
-    try:
-        resolve(server_args)
-    except ValueError as error:
-        because = Implementation.from_server_args(server_args).because
-        raise _refusal(because, f"its own refusal is: {str(error).rstrip('.')}") from error
-
-
-def _refusal(because: tuple[str, ...], reason: str) -> ValueError:
-    listed = "\n  - ".join(because)
-    return ValueError(
-        f"DFLASH does not support:\n  - {listed}\n"
-        f"SGLang's built-in implementation does not serve instead: {reason}."
-    )
-
-
 def _reasons_to_refuse(server_args: Any, found: list[Unsupported]) -> list[str]:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     if DFlashOptions.STRICT.get():
         return ["--speculative-dflash-strict forbids it"]
-    requested = [
-        name
-        for name, option in OPTIONS_OF_OURS.items()
-        if option.get() not in (option.default, "greedy")  # which the built-in drafts, too
-    ]
     args = resolving_view(server_args)
     draft = args.speculative_draft_model_path
     config = read_config(draft, args.speculative_draft_model_revision) or {}
+    # The built-in drafts greedily, too.
+    requested = [name for name, o in OPTIONS_OF_OURS.items() if o.get() not in (o.default, "greedy")]
     if is_speculators_config(config) or is_converted(config, draft):
         requested.append("a reader of this draft's format")
+    is_served = all(finding.builtin_supports for finding in found)
     reasons = [f"it lacks {feature}, which was requested" for feature in requested]
-    if not all(finding.builtin_supports for finding in found):
-        reasons.append("it does not support all of this either")
-    return reasons
+    return reasons if is_served else [*reasons, "it does not support all of this either"]

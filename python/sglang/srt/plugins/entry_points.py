@@ -114,13 +114,12 @@ def _resolve_dflash(server_args: Any, previous: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.srt.arg_groups import resolve
-    from sglang_dflash.srt.arg_groups.fallback import resolve_as_builtin
     from sglang_dflash.srt.plugins import algorithm, compatibility
     from sglang_dflash.srt.plugins.patches import patches_at
 
     configs = None if compatibility.leave_to_sglang(server_args) else resolve.prepare(server_args)
     if configs is None:
-        return resolve_as_builtin(server_args, previous)
+        return previous(server_args)
     args = resolving_view(server_args)
     # SGLang's checks of these flags are for the algorithms that it knows. Our checks follow in `resolve`.
     # Its adaptive widths are EAGLE's, from which it would size its buffers. Ours never exceed a block.

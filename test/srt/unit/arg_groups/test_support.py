@@ -173,16 +173,31 @@ def test_a_draft_that_the_built_in_cannot_read_does_not_fall_back(written_by, tm
         resolve(record_of(draft, attn_cp_size=2))
 
 
-# name -> (changes to the draft's config, arguments, words of ours, words on the built-in)
+# name -> (arguments, words of the refusal)
 REFUSED_BY_BOTH = {
-    "pipeline parallelism": ({}, {"pp_size": 2}, "--pp-size", "either"),
-    "DP attention without a whole head": ({}, DP, "--enable-dp-lm-head", "either"),
-    "heads that cannot be split": ({}, {"tp_size": 3}, "cannot be split over --tp 3", "either"),
+    "pipeline parallelism": ({"pp_size": 2}, "--pp-size"),
+    "DP attention without a whole head": (DP, "--enable-dp-lm-head"),
+    "heads that cannot be split": ({"tp_size": 3}, "cannot be split over --tp 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
+def test_what_the_built_in_lacks_too_is_refused(name):
+    arguments, words = REFUSED_BY_BOTH[name]
+    with pytest.raises(
+        ValueError, match="(?s)DFLASH does not support.*does not support all of this either"
+    ) as refused:
+        resolve(record_of(**arguments))
+    assert words in str(refused.value)
+
+
+# name -> (changes to the draft's config, arguments, words of our warning, words of the built-in)
+HANDED_OVER = {
     "context and DP attention": (
         {},
         {"attn_cp_size": 2, "attn_dp_size": 2, "tp_size": 4, "enable_dp_lm_head": True},
         "--attn-cp-size",
-        "does not support context parallel",
+        "does not support dp attention" if BUILTIN_LACKS_DP else "does not support context parallel",
     ),
     "a CPU": (
         {"use_gemma_norm": True},
@@ -191,20 +206,16 @@ REFUSED_BY_BOTH = {
         "not supported by",
     ),
 }
-
-REFUSED_BY_BOTH |= {name: (*FALLBACKS[name], "does not support dp attention") for name in NEED_DP}
-if BUILTIN_LACKS_DP:
-    name = "context and DP attention"
-    REFUSED_BY_BOTH[name] = (*REFUSED_BY_BOTH[name][:3], "does not support dp attention")
+HANDED_OVER |= {name: (*FALLBACKS[name], "does not support dp attention") for name in NEED_DP}
 
 
-@pytest.mark.parametrize("name", REFUSED_BY_BOTH)
-def test_a_refusal_names_both_reasons(name, tmp_path):
-    changes, arguments, ours, theirs = REFUSED_BY_BOTH[name]
+@pytest.mark.parametrize("name", HANDED_OVER)
+def test_the_built_in_refuses_in_its_own_words(name, tmp_path, caplog):
+    changes, arguments, ours, theirs = HANDED_OVER[name]
     record = record_of(changed_draft(changes, tmp_path), **arguments)
-    with pytest.raises(ValueError, match="DFLASH does not support") as refused:
+    with pytest.raises(ValueError, match=theirs), caplog.at_level(logging.WARNING, "sglang_dflash"):
         resolve(record)
-    assert ours in str(refused.value) and theirs in str(refused.value)
+    assert ours in caplog.text
 
 
 def test_children_learn_the_decision():
