@@ -64,7 +64,6 @@ function_call.core_types.ToolCallItem
   plugins/tool_parsers.py write parameters: results of pieces
 layers.logits_processor.LogitsProcessorOutput
   acceptance/acceptor.py write sampling_mask_output: masks of a block
-  acceptance/target_sampling.py write next_token_logits: the sampler's input
   dflash_worker.py write hidden_states: None once consumed
 managers.detokenizer_manager.DecodeStatus
   plugins/streams.py override sent_offset: an offset that never goes back

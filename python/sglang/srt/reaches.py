@@ -32,7 +32,7 @@ arg_groups.fields.spec.Spec: speculative_adaptive speculative_use_rejection_samp
 entrypoints.ollama.serving.OllamaServing: tokenizer_manager
 function_call.core_types.StreamingParseResult: calls
 function_call.core_types.ToolCallItem: parameters
-layers.logits_processor.LogitsProcessorOutput: hidden_states next_token_logits sampling_mask_output
+layers.logits_processor.LogitsProcessorOutput: hidden_states sampling_mask_output
 managers.detokenizer_manager.DecodeStatus: sent_offset
 managers.io_struct.TokenizedGenerateReqInput: custom_logit_processor input_embeds input_ids
   logprob_start_len return_hidden_states return_logprob return_sampling_mask sampling_params

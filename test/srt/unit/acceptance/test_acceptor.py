@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
+from sglang.srt.layers.logits_processor import SamplingMaskOutput
 from sglang.srt.managers import overlap_utils
 from sglang.srt.speculative import spec_utils
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -107,7 +107,9 @@ def test_arguments_of_the_rule(noted, monkeypatch):
     accept(make_acceptor(rule="standard"), batch_of(SAMPLED, SAMPLED), cycle_of(layout), block, logits)
     assert noted.draft is block.probs
     torch.testing.assert_close(noted.target_probs, expected)
-    torch.testing.assert_close(masks.probs, expected[layout.slots])
+    _, drawn, probs = masks.output.call_args.args
+    assert drawn is None
+    torch.testing.assert_close(probs, expected[layout.slots])
     assert noted.accept_uniforms.shape == (2, WIDTH - 1) and noted.final_uniforms.shape == (2,)
     uniforms = torch.cat([noted.accept_uniforms.flatten(), noted.final_uniforms])
     assert len(uniforms.unique()) == 2 * WIDTH
@@ -198,7 +200,7 @@ def test_the_sampler_gets_each_rows_position_and_its_own_filters(has_masks, monk
     block, batch = DraftBlock(torch.zeros(2, WIDTH, dtype=torch.int64)), batch_of(GREEDY, SAMPLED)
     batch.sampling_info.has_custom_logit_processor = True
     if has_masks:
-        masks = MagicMock(drawn=LogitsProcessorOutput(next_token_logits=None), sampler_fields=dict)
+        masks = MagicMock(sampler_fields=dict)
         monkeypatch.setattr(acceptor_module, "SamplingMasks", lambda *_: masks)
     accept(make_acceptor(sampler), batch, cycle, block, logits)
     assert sampler.positions.tolist() == [100, 101, 104, 105, 106, 107]
@@ -371,11 +373,10 @@ def test_masks_of_the_sampler_are_cut_to_what_each_request_emits(is_captured):
         support_logprobs=torch.arange(2.0 * WIDTH).view(WIDTH, 2) if is_captured else None,
         statuses=10 * torch.arange(slots),
     )
-    masks.drawn.sampling_mask_output = drawn
     accepted = accepted_blocks(
         torch.tensor([1, 3, 0], dtype=torch.int32), torch.zeros(3, WIDTH, dtype=torch.int64)
     )
-    found = masks.output(accepted)
+    found = masks.output(accepted, drawn)
     assert found.num_accept_tokens.tolist() == [2, 1]
     assert found.token_ids.tolist() == drawn.token_ids.view(2, WIDTH, 2).tolist()
     assert found.lengths.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -404,8 +405,8 @@ def test_masks_of_drawn_drafts_hold_the_tokens_of_each_slot():
     others = (tokens + 1) % VOCABULARY
     shares = torch.linspace(0.55, 0.95, 3 * WIDTH).view(3, WIDTH, 1)
     probs = torch.zeros(3, WIDTH, VOCABULARY)
-    masks.probs = probs.scatter(2, tokens[..., None], shares).scatter(2, others[..., None], 1 - shares)
-    found = masks.output(accepted_blocks(torch.tensor([1, 3, 0], dtype=torch.int32), tokens))
+    probs = probs.scatter(2, tokens[..., None], shares).scatter(2, others[..., None], 1 - shares)
+    found = masks.output(accepted_blocks(torch.tensor([1, 3, 0], dtype=torch.int32), tokens), probs=probs)
     assert found.num_accept_tokens.tolist() == [2, 1]
     assert found.lengths.tolist() == [[2] * WIDTH] * 2
     assert found.token_ids.tolist() == torch.stack((tokens, others), dim=2)[[0, 2]].tolist()

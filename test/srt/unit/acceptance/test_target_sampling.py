@@ -22,8 +22,8 @@ from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_block
 def draw_target_tokens(logits, info, positions, width, sampler):
     """Draw after every slot of whole blocks."""
     layout = whole_blocks(len(logits) // width, width)
-    masks = target_sampling.SamplingMasks(info, width)
-    return target_sampling.draw_target_tokens(logits, info, positions.view(-1, width), layout, sampler, masks)
+    positions = positions.view(-1, width)
+    return target_sampling.draw_target_tokens(logits, info, positions, layout, sampler)[:2]
 
 
 def target_probs(logits, info, width):
@@ -169,10 +169,10 @@ def test_rows_of_requests_with_lengths_of_their_own(sampler):
     logits = torch.randn(bs * width, VOCABULARY, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(bs * width)
     whole, _ = draw_target_tokens(logits.clone(), info, positions, width, sampler)
-    masks = target_sampling.SamplingMasks(info, width)
-    drawn, best = target_sampling.draw_target_tokens(
-        logits[layout.index].clone(), info, positions.view(bs, width), layout, sampler, masks
+    drawn, best, masks = target_sampling.draw_target_tokens(
+        logits[layout.index].clone(), info, positions.view(bs, width), layout, sampler
     )
+    assert masks is None
     assert torch.equal(layout.to_rows(drawn), layout.to_rows(whole)) and best.shape == (bs, width)
     probs, _ = target_sampling.target_probs(logits[layout.index].clone(), info, layout)
     assert torch.equal(probs, target_probs(logits.clone(), info, width)[0].flatten(0, 1)[layout.index])

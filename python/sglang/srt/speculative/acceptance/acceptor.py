@@ -149,19 +149,17 @@ class Acceptor:
             logits = logits.clone()  # log probabilities are still to be read
         if not masks.are_requested:
             sampling_info = filters_of_sampled(batch)
+        drawn_masks = probs = None
         accept_len = None  # `accept_blocks` decides
         if block.probs is not None:
-            accept_len, tokens, max_logits = self._reject(
-                sampling_info, block=block, logits=logits, layout=layout, masks=masks
-            )
+            accept_len, tokens, max_logits, probs = self._reject(sampling_info, block, logits, layout)
         else:
-            tokens, max_logits = draw_target_tokens(
+            tokens, max_logits, drawn_masks = draw_target_tokens(
                 logits,
                 sampling_info=sampling_info,
                 positions=cycle.positions,
                 layout=layout,
                 sampler=self._sampler,
-                masks=masks,
             )
             greedy, sampled = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
             tokens = self._tp_sync.sync(greedy if sampling_info.is_all_greedy else sampled, tokens)
@@ -185,22 +183,16 @@ class Acceptor:
         # SGLang need not copy these lengths and tokens: they are in the tables.
         relay.published_seq_lens, relay.published_bonus = accepted.committed, accepted.bonus
         if masks.are_requested:
-            logits_output.sampling_mask_output = masks.output(accepted)
+            probs = None if probs is None else layout.to_blocks(probs)
+            logits_output.sampling_mask_output = masks.output(accepted, drawn_masks, probs)
         return accepted
 
     def _reject(
-        self,
-        sampling_info: Any,
-        block: DraftBlock,
-        logits: torch.Tensor,
-        layout: VerifyLayout,
-        masks: SamplingMasks,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the rejection rule: rank 0's accept lengths, its output tokens, the largest logits."""
+        self, sampling_info: Any, block: DraftBlock, logits: torch.Tensor, layout: VerifyLayout
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rank 0's accept lengths and tokens, largest logits, the target's distributions."""
         assert block.probs is not None
         probs, max_logits = target_probs(logits, sampling_info, layout)
-        if masks.are_requested:
-            masks.probs = layout.to_blocks(probs)
         uniforms = torch.rand(block.tokens.shape, device=logits.device)
         accept_len, tokens = accept_drawn(
             self._rule,
@@ -215,4 +207,4 @@ class Acceptor:
         if self._tp_sync.enabled(site):  # one broadcast for both
             decided = self._tp_sync.sync(site, torch.cat((tokens, accept_len[:, None]), dim=1))
             accept_len, tokens = decided[:, -1].int(), decided[:, :-1].contiguous()
-        return accept_len, tokens, max_logits
+        return accept_len, tokens, max_logits, probs

@@ -21,16 +21,11 @@ class SamplingMasks:
 
     Attributes:
         are_requested: whether a request of the batch returns masks.
-        drawn: the output that the sampler reads, and where it leaves its masks.
-        probs: [bs, B, vocab] float32, the distributions of rejection. None unless drafts are drawn.
     """
-
-    probs: torch.Tensor | None = None
 
     def __init__(self, sampling_info: Any, block_size: int):
         self._info, self._block_size = sampling_info, block_size
         self.are_requested = getattr(sampling_info, "sampling_mask_batch_indices", None) is not None
-        self.drawn = LogitsProcessorOutput(next_token_logits=None)
 
     def sampler_fields(self) -> dict[str, Any]:
         """Return fields of SamplingBatchInfo by which the sampler captures every slot of a block."""
@@ -46,13 +41,23 @@ class SamplingMasks:
         slots = torch.arange(self._block_size, device=rows.device)
         return (rows[:, None] * self._block_size + slots).flatten()
 
-    def output(self, accepted: AcceptedBlocks) -> SamplingMaskOutput:
-        """Return the masks of accepted blocks as SGLang's scheduler reads them."""
+    def output(
+        self,
+        accepted: AcceptedBlocks,
+        drawn: SamplingMaskOutput | None = None,
+        probs: torch.Tensor | None = None,
+    ) -> SamplingMaskOutput:
+        """Return the masks of accepted blocks as SGLang's scheduler reads them.
+
+        Args:
+            accepted: the blocks.
+            drawn: the sampler's masks of every slot. None: it has drawn no token.
+            probs: [bs, B, vocab] float32, the distributions of rejection. None unless drafts are drawn.
+        """
         rows = self._info.sampling_mask_batch_indices
-        drawn = self.drawn.sampling_mask_output
         if drawn is None:
             capture = SpeculativeSamplingMaskCapture(
-                target_probs=self.probs,
+                target_probs=probs,
                 batch_indices=rows,
                 max_top_k=max(self._info.sampling_mask_top_ks),
                 support_capture_indices=self._info.sampling_support_logprobs_capture_indices,
@@ -104,8 +109,7 @@ def draw_target_tokens(
     positions: torch.Tensor,
     layout: VerifyLayout,
     sampler,
-    masks: SamplingMasks,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, SamplingMaskOutput | None]:
     """Draw the target's token after each block position.
 
     Greedy requests take the argmax. For others SGLang's sampler draws once per row, under the row's own
@@ -118,21 +122,22 @@ def draw_target_tokens(
         positions: [bs, W] int64, position of each slot's token. SGLang seeds draws with it.
         layout: verified slots.
         sampler: SGLang's.
-        masks: takes the sampler's masks, if a request returns one.
 
     Returns:
-        Tokens [bs, W] int64, and the largest logits [bs, W]. If such a logit is not finite, the logits were
-        broken and the token has no meaning (`replace_broken_rows`).
+        Tokens [bs, W] int64, the largest logits [bs, W], and the sampler's masks if a request returns one.
+        If a largest logit is not finite, the logits were broken and the token has no meaning
+        (`replace_broken_rows`).
     """
     if sampling_info.is_all_greedy:
         sanitize_nan_logits(logits, "DFLASH verify")
         max_logits, tokens = logits.max(dim=-1)
-        return layout.to_blocks(tokens), layout.to_blocks(max_logits)
+        return layout.to_blocks(tokens), layout.to_blocks(max_logits), None
     max_logits, most_likely = replace_broken_rows(logits)
     per_row = {name: layout.repeat(getattr(sampling_info, name)) for name in (*PER_REQUEST, "sampling_seed")}
-    masks.drawn.next_token_logits = logits
+    masks = SamplingMasks(sampling_info, layout.verify_len)
+    output = LogitsProcessorOutput(next_token_logits=logits)
     drawn = sampler(
-        masks.drawn,
+        output,
         # Custom processors are applied already, and know nothing of blocks.
         sampling_info=dataclasses.replace(
             sampling_info, **per_row, **masks.sampler_fields(), has_custom_logit_processor=False
@@ -144,7 +149,7 @@ def draw_target_tokens(
     )
     if not masks.are_requested:  # a mask tells what the sampler drew
         drawn = torch.where(per_row["top_ks"] > 1, drawn, most_likely)
-    return layout.to_blocks(drawn.long()), layout.to_blocks(max_logits)
+    return layout.to_blocks(drawn.long()), layout.to_blocks(max_logits), output.sampling_mask_output
 
 
 def target_probs(
