@@ -16,6 +16,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "dev").glob("*.md")),
     ROOT / "examples" / "README.md",
+    ROOT / "benchmark" / "README.md",
 ]
 # Bundled models stand for published ones, and the CPU's attention backend for a GPU's.
 STANDS_FOR: dict[str, Path | str] = {"TARGET": TARGET, "DRAFT": DRAFT}
