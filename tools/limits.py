@@ -4,48 +4,36 @@
     python tools/limits.py --write    # writes it
     python tools/limits.py --check    # exit status 1 if the page is another one; part of `make lint`
 
-Rules without a table are asked: they get arguments or a request that they refuse, and their own words go to
-the page.
+Rules without a table are asked: they get arguments that they refuse, and their words go to the page.
 """
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 from unittest.mock import patch
 
-from fastapi import HTTPException
-from sglang.srt.beam_search.coordinator import BeamCoordinator
-from sglang.srt.managers import io_struct
-from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
 from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
 from sglang_dflash.srt.configs import draft_kinds, fields, unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
-from sglang_dflash.srt.speculative import caps, request_checks
+from sglang_dflash.srt.speculative import request_checks
 from sglang_dflash.srt.speculative.targets import kinds
 
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
 INTRODUCTION = """# Limits
 
-What ends the start, falls back to SGLang's built-in DFLASH, is changed, or is answered with HTTP 400. What
-works is in [compatibility](compatibility.md). `python tools/limits.py` writes this page from the code.
+Kinds of what ends the start, falls back to SGLang's built-in DFLASH, is ignored, or gets HTTP 400.
+The message names the cause. The [doctor](doctor.md#does-it-run-mine) says before a start what holds for your
+command line. `python tools/limits.py` writes this page from the code.
 
-- **refused**: the start ends, or the request gets HTTP 400. The message names the cause.
-- **falls back**: the built-in runs the whole server, unchanged, and one warning says why
-  ([who serves](migrating.md#who-serves)). On a CPU refused, as the built-in refuses CPUs.
+*Falls back* means that the built-in runs the whole server, unchanged, and one warning says why
+([who serves](migrating.md#who-serves)). On a CPU it means refused.
 """
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 
 
 def names(values: Iterable[str]) -> str:
@@ -53,21 +41,13 @@ def names(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
 
-def findings_table(found: Iterable[unsupported.Unsupported]) -> str:
-    """Return what is not served, what happens here, and what the built-in does."""
-    return table(
-        ("what", "here", "built-in"),
-        [
-            (
-                finding.what,
-                "falls back" if finding.builtin_supports else "refused",
-                f"served{finding.drawback and f'; {finding.drawback}'}"
-                if finding.builtin_supports
-                else "refused",
-            )
-            for finding in found
-        ],
-    )
+def outcomes(found: Iterable[unsupported.Unsupported]) -> str:
+    """Return two lists: what is refused here, and what falls back."""
+    lists: dict[bool, list[str]] = {False: [], True: []}
+    for finding in found:
+        lists[finding.builtin_supports].append(finding.what)
+    heads = {False: "Refused", True: "Falls back"}
+    return "\n".join(f"- {heads[key]}: {'; '.join(texts)}." for key, texts in lists.items() if texts)
 
 
 def flags() -> str:
@@ -77,23 +57,13 @@ def flags() -> str:
     )
     changes = [{field: "another"} for field, *_ in support._FLAGS]
     changes += [{"speculative_draft_window_size": 0}, {"device": "npu"}]
-    changes += [{"device": "cpu", "attention_backend": "flashinfer"}]
     found = [finding for change in changes for finding in ask(support.flag_findings, served | change)]
-    backends = support.target_attention_findings("cuda", "another", is_chosen=True)
-    heads = support._split_problem(
-        SimpleNamespace(tp_size=4, attn_dp_size=1), {"num_attention_heads": 6, "num_key_value_heads": 3}
+    ignored = names(support.flag_of(field) for field, *_ in resolve._IGNORED_FLAGS)
+    return (
+        f"{outcomes(found)}\n- Ignored, and a warning says why: {ignored}.\n"
+        "- Refused: more ranks than the draft's heads can be split over, and buffers of SGLang with too few "
+        f"rows for a verify ({names(support.flag_of(field) for field in support._KEEP_ROWS)})."
     )
-    listed = findings_table([*found, *backends, unsupported.Unsupported(f"for example {heads}")])
-    return f"{listed}\n\nRefused, as SGLang's scheduler would end, for example: {_kept_rows()}"
-
-
-def _kept_rows() -> str:
-    arguments = dict.fromkeys(support._KEEP_ROWS, True) | {"attn_dp_size": 1, "chunked_prefill_size": 2048}
-    try:
-        support.check_kept_rows(SimpleNamespace(**arguments), max_running_requests=256, block_size=16)
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("4,096 rows are not refused where 2,048 are kept")
 
 
 def ask(rule: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
@@ -114,7 +84,6 @@ def dp_attention() -> str:
         revision=None,
     )
     changes: list[dict[str, Any]] = [
-        {"enable_dp_lm_head": False},
         {"enable_mixed_chunk": True},
         {"disaggregation_mode": "decode"},
         {"device": "cpu"},
@@ -122,18 +91,10 @@ def dp_attention() -> str:
     found = [finding for change in changes for finding in ask(support.dp_attention_findings, served | change)]
     with patch.dict(os.environ, SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION="1"):
         found += ask(support.dp_attention_findings, served)
-    with patch.object(support, "read_config", lambda *_: {"architectures": support.SPLIT_EMBEDDINGS}):
-        of_target = ask(support.dp_attention_findings, served)
-    return (
-        findings_table([*found, *of_target])
-        + f"\n\nThe last row is also that of {names(support.SPLIT_EMBEDDINGS[1:])}."
-    )
-
-
-def ignored_flags() -> str:
-    """List flags that have no effect."""
-    rows = [(f"`{support.flag_of(field)}`", reason) for field, _, reason in resolve._IGNORED_FLAGS]
-    return table(("flag", "why it is ignored"), rows)
+    said = " with DP attention (--enable-dp-attention)"
+    short = [replace(finding, what=finding.what.replace(said, "")) for finding in found]
+    split = len(support.SPLIT_EMBEDDINGS)
+    return f"{outcomes(short)}\n- Falls back: {split} classes, as Llama, that split their embedding."
 
 
 def whole_blocks() -> str:
@@ -164,148 +125,68 @@ def whole_blocks() -> str:
 
 def draft_fields() -> str:
     """List the fields of a draft's config that another model has."""
-    by_field: dict[unsupported.FieldRule, list[str]] = {}
+    by_outcome: dict[bool, list[str]] = {False: [], True: []}
     for name, field in unsupported.FIELDS.items():
-        by_field.setdefault(field, []).append(f"{name}*" if name.endswith("_") else name)
-    rows = []
-    for field, found in by_field.items():
-        by_builtin = field.means not in unsupported.BUILTIN_LACKS
-        here = ("falls back", "served") if by_builtin else ("refused", "refused")
-        rows.append((names(found), f"`{field.words}`", field.means.rstrip(","), *here))
-    named = [
-        f"`{value}` is {means}: {'refused' if means in unsupported.BUILTIN_LACKS else 'falls back'}"
-        for value, means in unsupported.NAMED.items()
-    ]
-    others = names(unsupported.BUILTIN_ARCHITECTURES)
-    kinds_of_rope = names(get_args(fields.RopeKind))
-    return (
-        table(("field", "read, beside null", "other values stand for", "here", "built-in"), rows)
-        + f"\n\nOther values with a name: {'; '.join(named)}. A Domino projector's sizes say nothing beside "
-        "a `projector_type` that is read."
-        + f"\n\nThe architectures {others} fall back too, and a RoPE of another kind than {kinds_of_rope}."
+        shown = f"{name}*" if name.endswith("_") else name
+        by_outcome[field.means not in unsupported.BUILTIN_LACKS].append(shown)
+    return "\n".join(
+        (
+            f"- Refused: {names(by_outcome[False])}.",
+            f"- Falls back: {names(by_outcome[True])}; the architectures "
+            f"{names(unsupported.BUILTIN_ARCHITECTURES)}; a RoPE of another kind than "
+            f"{names(get_args(fields.RopeKind))}.",
+        )
     )
 
 
 def attention() -> str:
     """List attention backends of target and draft on CUDA."""
-    backends = dict.fromkeys((*support.TARGET_ATTENTION_BACKENDS, *unsupported.DRAFT_ATTENTION_BACKENDS))
-    rows = []
-    for backend in backends:
-        limits = []
-        if backend in unsupported.COUNT_WINDOW_FROM_ANCHOR:
-            limits.append("not for windows counted from the query (z-lab, P-EAGLE)")
-        if backend in unsupported.COUNT_WINDOW_FROM_QUERY:
-            limits.append("not for windows counted from the anchor (`speculators` DFlash)")
-        if backend in unsupported.PAGED_BACKENDS:
-            limits.append("P-EAGLE: pages of one slot")
-        drafts = (
-            "; ".join(limits) if backend in unsupported.DRAFT_ATTENTION_BACKENDS else "on another backend"
+    drafts = unsupported.DRAFT_ATTENTION_BACKENDS
+    from_query = [name for name in drafts if name not in unsupported.COUNT_WINDOW_FROM_ANCHOR]
+    from_anchor = [name for name in drafts if name not in unsupported.COUNT_WINDOW_FROM_QUERY]
+    return "\n".join(
+        (
+            f"- The target verifies on {names(support.TARGET_ATTENTION_BACKENDS)}. Another one falls back.",
+            f"- The draft runs on {names(drafts)}. A sliding window that is counted from the query (z-lab, "
+            f"P-EAGLE) needs {names(from_query)}. One from the anchor (`speculators` DFlash) needs "
+            f"{names(from_anchor)}.",
+            f"- P-EAGLE on {names(unsupported.PAGED_BACKENDS)} has pages of one slot.",
         )
-        rows.append((f"`{backend}`", drafts))
-    return table(("target verifies on", "draft"), rows)
+    )
 
 
 def targets() -> str:
     """List the targets by what is known of them."""
-    wrong = [f"`{name}` (SGLang captures {why})" for name, why in kinds._CAPTURES_WRONG_STATES.items()]
     return "\n".join(
         (
-            f"- Compared with Hugging Face's states: {names(kinds.VERIFIED_TARGETS)}.",
-            f"- Refused: {', '.join(wrong)}, and classes whose hidden states SGLang does not capture.",
-            "- Any other class: served with a warning.",
-            f"- Refused: targets with {names(kinds._N_GRAM_FIELDS)}, as a verify would embed other n-grams.",
-            f"- A draft may read the last layer of {names(draft_kinds._CAPTURES_LAST_LAYER)}; "
-            "of others it is refused, as SGLang does not capture it.",
+            f"- Refused: {names(kinds._CAPTURES_WRONG_STATES)}, classes whose hidden states SGLang does not "
+            f"capture, and targets with {names(kinds._N_GRAM_FIELDS)}.",
+            f"- Compared with Hugging Face's states: {len(kinds.VERIFIED_TARGETS)} classes "
+            "([table](compatibility.md#targets)). Another one is served with a warning.",
+            f"- A draft may read the last layer of {len(draft_kinds._CAPTURES_LAST_LAYER)} classes alone.",
         )
     )
 
 
 def on_a_cpu() -> str:
     """List what a CPU does not serve, and its caps."""
-    features = [f"- Refused: {name}." for *_, name in cpu.FEATURES]
+    refused = "; ".join(name for *_, name in cpu.FEATURES)
     return "\n".join(
         (
-            *features,
-            "- Refused: targets with recurrent layers other than "
-            f"{names(cpu.RECURRENT_TARGETS)} (types of text models).",
-            f"- Attention runs on `{cpu.CPU_ATTENTION_BACKEND}`.",
-            f"- Without `--mem-fraction-static`: {cpu.CPU_MAX_TOTAL_TOKENS:,} tokens of KV and "
-            f"{cpu.CPU_MAX_RECURRENT_STATES} recurrent states, unless given.",
+            f"- Refused: {refused}; recurrent targets other than {names(cpu.RECURRENT_TARGETS)}; "
+            "`/release_memory_occupation` and `/resume_memory_occupation`.",
+            f"- Attention runs on `{cpu.CPU_ATTENTION_BACKEND}`. By default a server has "
+            f"{cpu.CPU_MAX_TOTAL_TOKENS:,} tokens of KV and {cpu.CPU_MAX_RECURRENT_STATES} recurrent states.",
         )
     )
 
 
-def requests() -> str:
-    """List what a request is refused for, in the words of its HTTP 400."""
-    rows = [
-        (f"`{field}`", said) for field, said in (*_of_the_front_end(), *_of_the_scheduler(), *_of_sglang())
-    ]
-    return table(("field", "HTTP 400"), rows)
-
-
-def _of_the_front_end() -> Iterable[tuple[str, str]]:
-    for field, value in (("n", request_checks.MAX_ANSWERS + 1), ("stop_regex", "("), ("temperature", "hot")):
-        try:
-            request_checks._check_sampling({field: value})
-        except ValueError as error:
-            yield field, str(error)
-
-
-def _of_the_scheduler() -> Iterable[tuple[str, str]]:
-    model = SimpleNamespace(vocab_size=1000)
-    served = dict(
-        return_hidden_states=False,
-        token_ids_logprob=None,
-        top_logprobs_num=0,
-        logprob_start_len=-1,
-        input_embeds=None,
-    )
-    bad: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
-        ("return_hidden_states", {"return_hidden_states": True}, {}),
-        ("min_p", {}, {"min_p": 0.1}),
-        ("regex", {}, {"regex": "a"}),
-        ("custom_params", {}, {"custom_params": {caps.FIELD: -1}}),
-        ("stop_token_ids", {}, {"stop_token_ids": [1000]}),
-        ("top_k", {}, {"top_k": request_checks.MAX_TOP_K + 1}),
-        ("top_logprobs_num", {"top_logprobs_num": 1001}, {}),
-        ("logprob_start_len", {"logprob_start_len": -2}, {}),
-        ("input_embeds", {"input_embeds": [[0.0]]}, {}),
-    )
-    execution = SimpleNamespace(
-        deterministic=SimpleNamespace(enable_deterministic_inference=True),
-        kernel=SimpleNamespace(grammar_backend="outlines"),
-    )
-    with patch.object(request_checks, "get_exec", lambda: execution):
-        for field, of_request, sampling in bad:
-            params = SamplingParams(**sampling)
-            request = SimpleNamespace(**served | of_request, sampling_params=params)
-            said = request_checks.find_problem(request, model)
-            assert said is not None, field
-            yield field, said
-
-
-def _of_sglang() -> Iterable[tuple[str, str]]:
-    coordinator = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.DFLASH)
-    request = SimpleNamespace(sampling_params=SamplingParams(beam_width=2))
-    yield "beam_width", BeamCoordinator.validate_and_init(coordinator, request, None)
-
-
-def control_calls() -> str:
-    """Name the control requests that a CPU server refuses, in the words of its HTTP 400."""
-    try:
-        cpu.refuse_memory_release(lambda *_: None, None, io_struct.ReleaseMemoryOccupationReqInput())
-    except HTTPException as refusal:
-        said = refusal.detail
-    return f"`/release_memory_occupation` and `/resume_memory_occupation`: {said}"
-
-
 def fallback_rules() -> str:
     """List what forbids the fallback, and what it loses."""
-    *others, last = fallback.OPTIONS_OF_OURS
     return (
-        f"The start ends instead of falling back if one of {names(others)} or {names([last])} is given, "
-        "with a `speculators` or P-EAGLE checkpoint, and with `--speculative-dflash-strict`. Otherwise the "
-        "built-in gets the server, and may refuse it.\n\n"
+        f"The start ends instead with {names(fallback.OPTIONS_OF_OURS)} or `--speculative-dflash-strict`, "
+        "and with a `speculators` or P-EAGLE checkpoint. Otherwise the built-in gets the server, and may "
+        "refuse it. "
         f"A server that falls back has no {', no '.join(fallback.BUILTIN_LACKS)}."
     )
 
@@ -314,38 +195,34 @@ def basic_mode() -> str:
     """List what basic mode switches off."""
     parts = [*options._OFF_IN_BASIC_MODE, *options._EXTRA, "ReplaySSM"]
     return (
-        f"`{DFlashOptions.BASIC_MODE.variable}=1` switches these off, on a CPU too, whatever the flags say: "
-        f"{', '.join(parts)}. Set it first if something goes wrong: if the fault stays, none of them is its "
-        "cause. One line of the log lists them."
+        f"`{DFlashOptions.BASIC_MODE.variable}=1` switches off, whatever the flags say: {', '.join(parts)}. "
+        "If a fault stays with it, none of them is the cause. One line of the log lists them."
     )
+
+
+REQUESTS = f"""HTTP 400 names the field. Refused are `input_embeds`, `return_hidden_states` and beam search;
+`min_p` with deterministic inference; grammars of outlines; `n` above {request_checks.MAX_ANSWERS:,}. So are
+values of other types or out of range, which would end SGLang's server. A request whose logits
+contain NaN or infinity ends alone (`NaN happened`)."""
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "Flags and devices": flags,
     "DP attention": dp_attention,
     "The fallback": fallback_rules,
-    "Flags without an effect": ignored_flags,
     "Adaptive width verifies whole blocks": whole_blocks,
     "Basic mode": basic_mode,
     "Fields of a draft": draft_fields,
     "Attention backends on CUDA": attention,
     "Targets": targets,
     "On a CPU": on_a_cpu,
-    "Requests": requests,
-    "Control endpoints on a CPU": control_calls,
+    "Requests": lambda: REQUESTS,
 }
 LEADS = {
-    "Control endpoints on a CPU": "HTTP 400, as SGLang's scheduler would end. Others answer as in SGLang, "
-    "[where some end the scheduler](dev/upstream/control-requests.md), with a draft or without.",
-    "DP attention": "Served with `--enable-dp-lm-head`, all drafts and recurrent states. Not served:",
-    "Flags without an effect": "A warning names them.",
+    "DP attention": "Served with `--enable-dp-lm-head`. Not served with it:",
     "Adaptive width verifies whole blocks": "A warning says so if it was requested and is:",
-    "Requests": "A request whose logits contain NaN or infinity ends alone (`NaN happened`). Examples "
-    "of what is refused, on a target of 1,000 tokens, with deterministic inference and outlines:",
-    "Fields of a draft": "In `dflash_config`, and at the top level. Values have types, and words may be in "
-    "capitals. Fields that are neither listed here nor read are named in one warning, as are a trainer's "
-    "settings: what ends in `_loss_weight` or `_loss_decay…`, and a `_gamma` or `_ratio` of a loss, mask, "
-    "noise, warmup, decay or dropout.",
+    "Fields of a draft": "In `dflash_config` and at the top level, with values that stand for another model. "
+    "Fields that are neither listed nor read are named in one warning, as are a trainer's settings.",
 }
 
 
