@@ -58,8 +58,15 @@ def test_flags_of_other_programs_are_theirs():
     assert not unknown, sorted(unknown)
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the names by which links reach the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_files_in_the_text_exist():
-    """Files in backticks are ours or SGLang's, from any folder on; the targets of links are there."""
+    """Files in backticks are ours or SGLang's, from any folder on; links lead to files and headings."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     ours = {Path(name) for name in listed.split()}
     if not ours:
@@ -76,9 +83,12 @@ def test_files_in_the_text_exist():
             is_file = re.fullmatch(r"\w[\w./-]*(\.(py|md|json|jsonl|toml|sh|yml)|/)", span)
             if is_file and span.rstrip("/") not in ends and span != "cpu/sitecustomize.py":  # a user's own
                 missing.append(f"{page.relative_to(ROOT)}: `{span}`")
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-            if "://" not in target and not (page.parent / target).exists():
-                missing.append(f"{page.relative_to(ROOT)}: ({target})")
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            name, _, anchor = target.partition("#")
+            other = page.parent / name if name else page
+            if "://" in target or (other.exists() and (not anchor or anchor in anchors(other))):
+                continue
+            missing.append(f"{page.relative_to(ROOT)}: ({target})")
     assert not missing, "\n".join(missing)
 
 
