@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 from unittest.mock import patch
 
 from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
@@ -134,7 +134,7 @@ def draft_fields() -> str:
             f"- Refused: {names(by_outcome[False])}.",
             f"- Falls back: {names(by_outcome[True])}; the architectures "
             f"{names(unsupported.BUILTIN_ARCHITECTURES)}; a RoPE of another kind than "
-            f"{names(get_args(fields.RopeKind))}.",
+            f"{names(fields.ROPE_KINDS)}.",
         )
     )
 
