@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.draft_formats import check_draft_config, is_flat_peagle, layer_inputs
+from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, layer_inputs, read_draft_file
 from sglang_dflash.srt.configs.speculators_format import is_served, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
@@ -47,7 +47,8 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
         verifier_name = verifier_of(config, checkpoint)  # reports nearly all its faults
         _refuse_contradictions(args, checkpoint, kind)
         verifier = locate_verifier(verifier_name, checkpoint)
-        _record_target_depth(verifier, None, checkpoint, args.revision)
+        if kind == "peagle":
+            _record_target_depth(read_config(verifier, None), checkpoint, config)
         logger.info(
             "%s is a speculators checkpoint: serving its target %s, with the checkpoint as its %s draft.",
             checkpoint,
@@ -64,19 +65,20 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
             speculative_draft_model_revision=args.speculative_draft_model_revision or args.revision,
         )
     elif (algorithm := (args.speculative_algorithm or "").upper()) in _ALGORITHMS["peagle"]:
-        _record_target_depth(
-            args.model_path,
-            revision=args.revision,
-            draft=args.speculative_draft_model_path,
-            draft_revision=args.speculative_draft_model_revision,
-        )
+        draft = args.speculative_draft_model_path
+        config = read_config(draft, args.speculative_draft_model_revision) or {}
+        is_peagle = speculators_type(config) == "peagle" or is_flat_peagle(config, draft)
+        if is_peagle:
+            _record_target_depth(read_config(args.model_path, args.revision), draft, config)
         if algorithm != "DFLASH":
-            _resolve_peagle(server_args, args)
+            _resolve_peagle(server_args, args, config, is_peagle)
     previous(server_args)
 
 
-def _resolve_peagle(server_args: Any, args: Any) -> None:
+def _resolve_peagle(server_args: Any, args: Any, config: dict[str, Any], is_peagle: bool) -> None:
     """Declare DFLASH for PEAGLE, and for EAGLE3 with a P-EAGLE draft.
+
+    `config` is the draft's config.json. It is empty if the file cannot be read.
 
     Raises:
         ValueError: PEAGLE was requested without a P-EAGLE draft.
@@ -84,41 +86,33 @@ def _resolve_peagle(server_args: Any, args: Any) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     draft, named = args.speculative_draft_model_path, args.speculative_algorithm.upper()
-    config = read_config(draft, args.speculative_draft_model_revision)
-    if config is None or not _is_peagle(config, draft):
-        if named == "EAGLE3":
-            return
+    if is_peagle:
+        logger.info(
+            "--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.",
+            named,
+            draft,
+        )
+        declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
+    elif named == "PEAGLE":
         if draft is None:
             raise ValueError("PEAGLE needs a draft: give --speculative-draft-model-path.")
-        if config is None:
-            check_draft_config(draft, args.speculative_draft_model_revision)
+        if not config:
+            read_draft_file(draft, args.speculative_draft_model_revision)  # says why
             raise ValueError(f"--speculative-draft-model-path {draft!r}: no config.json there.")
         raise ValueError(
             f"--speculative-algorithm PEAGLE, but {draft!r} is no P-EAGLE checkpoint: its "
             f"speculators_model_type is {speculators_type(config)!r}, its architectures are "
             f"{config.get('architectures')}."
         )
-    check_draft_config(draft, args.speculative_draft_model_revision)
-    logger.info(
-        "--speculative-algorithm %s with the P-EAGLE draft %s: drafting in parallel, in DFLASH's cycle.",
-        named,
-        draft,
-    )
-    declare_resolution(server_args, SOURCE, speculative_algorithm="DFLASH")
 
 
-def _is_peagle(config: dict[str, Any], draft: str) -> bool:
-    return speculators_type(config) == "peagle" or is_flat_peagle(config, draft)
+def _record_target_depth(target: dict[str, Any] | None, draft: str, config: dict[str, Any]) -> None:
+    """Pass the target's depth to all processes, if a P-EAGLE draft does not name its layers.
 
-
-def _record_target_depth(
-    model: str, revision: str | None, draft: str | None, draft_revision: str | None
-) -> None:
-    """Pass the target's depth to all processes, if the draft does not name its layers."""
-    config = read_config(draft, draft_revision)
-    if draft is None or config is None or layer_inputs(config) is not None or not _is_peagle(config, draft):
+    `target` and `config` are the config.json of the target and of the draft.
+    """
+    if target is None or layer_inputs(config) is not None:
         return
-    target = read_config(model, revision) or {}
     nested = target.get("text_config")
     depth = (nested if isinstance(nested, dict) else target).get("num_hidden_layers")
     if isinstance(depth, int) and depth > 5:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sglang_dflash.srt.arg_groups.fallback import fall_back
@@ -27,7 +28,7 @@ from sglang_dflash.srt.arg_groups.support import (
 )
 from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_formats import check_draft_config, remarks_on_config
+from sglang_dflash.srt.configs.draft_formats import check_draft_config, read_draft_file
 from sglang_dflash.srt.configs.draft_kinds import (
     check_draft_fits_target,
     differences,
@@ -83,13 +84,15 @@ def prepare(server_args: Any) -> Configs | None:
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
     args = resolving_view(server_args)
-    _check_draft_is_there(args.speculative_draft_model_path)
+    checkpoint = args.speculative_draft_model_path
+    _check_draft_is_there(checkpoint)
     if target := read_config(args.model_path, args.revision):
         find_capture_method(target.get("architectures"))
-    if fall_back(server_args, find_unsupported(server_args)):
+    config = read_draft_file(checkpoint, args.speculative_draft_model_revision)
+    if fall_back(server_args, find_unsupported(server_args, config)):
         return None
-    check_draft_config(args.speculative_draft_model_path, args.speculative_draft_model_revision)
-    configs = load_and_check_configs(args)
+    # Without a config.json SGLang has other formats, or reports it.
+    configs = load_and_check_configs(args, check_draft_config(config, checkpoint) if config else ())
     if fall_back(server_args, draft_attention_findings(args, configs.draft, configs.target)):
         return None
     return configs
@@ -131,8 +134,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     target_config, draft = configs
     target_model = model_config_of(server_args)
     differing = differences(draft, target_config, target_model.context_len)
-    checkpoint = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    for text in (*remarks_on_config(*checkpoint), *draft.assumed(), *differing.values()):
+    for text in (*draft.remarks, *differing.values()):
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
@@ -197,8 +199,10 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     )
 
 
-def load_and_check_configs(args: Any) -> Configs:
+def load_and_check_configs(args: Any, remarks: Sequence[str] = ()) -> Configs:
     """Read the configs of the target and of the draft, which fit each other.
+
+    `remarks` on the draft's config.json become those of the draft.
 
     Raises:
         DraftConfigError: The draft's config or files are not valid, or do not fit the target.
@@ -215,7 +219,7 @@ def load_and_check_configs(args: Any) -> Configs:
     draft = get_config(checkpoint, revision=args.speculative_draft_model_revision, **options)
     find_capture_method(target.architectures)  # refuse what no draft could read before faults in this one
     check_embedding(target)
-    config = read_draft_config(draft, checkpoint)
+    config = read_draft_config(draft, checkpoint).with_remarks(remarks)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
     quantization_of(draft, checkpoint)  # refuse what cannot be read
@@ -237,7 +241,7 @@ def check_draft_tensors(
     found = examine_tensors(hf_config, draft, tensors_of(checkpoint), checkpoint)
     tokens = draft.vocab_size if target_tokens is None else target_tokens
     if problems := [*found.problems, *vocabulary_problems(draft, tokens, found.shapes, **found.maps)]:
-        raise DraftConfigError(checkpoint, [*remarks_on_config(checkpoint), *draft.assumed(), *problems])
+        raise DraftConfigError(checkpoint, [*draft.remarks, *problems])
 
 
 def _check_mask_token(args: Any, draft: DFlashDraftConfig, target_tokens: int) -> None:

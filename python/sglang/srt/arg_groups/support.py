@@ -65,8 +65,11 @@ _FLAGS = (
 _KEEP_ROWS = ("enable_return_routed_experts", "enable_return_indexer_topk")
 
 
-def find_unsupported(server_args: Any) -> list[Unsupported]:
-    """List everything in these arguments that our DFLASH does not serve."""
+def find_unsupported(server_args: Any, draft: Mapping[str, Any] | None) -> list[Unsupported]:
+    """List everything in these arguments that our DFLASH does not serve.
+
+    `draft` is the draft's config.json, or None if it is not here.
+    """
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, resolved_view, resolving_view
 
     args = resolving_view(server_args)
@@ -76,7 +79,7 @@ def find_unsupported(server_args: Any) -> list[Unsupported]:
         *flag_findings(args),
         *dp_attention_findings(args),
         *target_attention_findings(args.device, verify_backend, chose_attention(server_args)),
-        *draft_findings(args),
+        *(draft_findings(args, draft) if draft is not None else ()),
     ]
 
 
@@ -175,12 +178,9 @@ def target_attention_findings(device: str, verify_backend: str, is_chosen: bool)
     return [Unsupported(what, True)]
 
 
-def draft_findings(args: Any) -> list[Unsupported]:
-    """List what our DFLASH does not run of the draft checkpoint under these arguments."""
+def draft_findings(args: Any, config: Mapping[str, Any]) -> list[Unsupported]:
+    """List what our DFLASH does not run of a draft with this config.json."""
     checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
-    config = read_config(checkpoint, revision)
-    if config is None:
-        return []
     is_flag_given = args._speculative_draft_quantization_explicitly_set
     named = args.speculative_draft_model_quantization if is_flag_given else None
     found = checkpoint_findings(config, checkpoint, revision, named)

@@ -6,7 +6,7 @@ by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from sglang_dflash.srt.configs.fields import (
@@ -86,7 +86,8 @@ class DFlashDraftConfig:
         has_own_lm_head: whether the checkpoint must bring this tensor. It may in any case.
         has_embed_tokens: as `has_own_lm_head`.
         max_position_embeddings: positions that the draft was made for. It also drafts beyond the last.
-        assumptions: values that the checkpoint does not give, for which SGLang's defaults stand.
+        remarks: values that the checkpoint does not give and what stands for them, and fields that are not
+            read. A phrase each.
     """
 
     kind: ClassVar[str] = "DFlash"
@@ -116,7 +117,7 @@ class DFlashDraftConfig:
     has_own_lm_head: bool
     has_embed_tokens: bool
     max_position_embeddings: int | None
-    assumptions: tuple[str, ...] = field(compare=False)
+    remarks: tuple[str, ...] = field(compare=False)
 
     @classmethod
     def parse(cls, hf_config: Any, checkpoint: str) -> Self:
@@ -177,17 +178,15 @@ class DFlashDraftConfig:
             ("target_layer_ids", "dflash_config.target_layer_ids", [*values["target_layer_ids"]]),
             ("mask_token", "dflash_config.mask_token_id", mask),
         )
-        return values | {
-            "assumptions": tuple(
-                f"{place} is missing, {value} is assumed"
-                for name, place, value in assumed
-                if value is not None and fields.find(name) is None
-            )
-        }
+        remarks = tuple(
+            f"{place} is missing, {value} is assumed"
+            for name, place, value in assumed
+            if value is not None and fields.find(name) is None
+        )
+        return values | {"remarks": remarks}
 
-    def assumed(self) -> list[str]:
-        """Say which values the checkpoint does not give and SGLang's defaults replace."""
-        return [*self.assumptions]
+    def with_remarks(self, remarks: Sequence[str]) -> Self:
+        return replace(self, remarks=(*remarks, *self.remarks))
 
     @property
     def aux_width(self) -> int:

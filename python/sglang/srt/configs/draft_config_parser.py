@@ -4,7 +4,6 @@ SGLang reads a draft's config in several places before our worker exists, throug
 which rejects a config without a top-level `model_type`.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,20 +37,17 @@ class DraftConfigParser(HfModelConfigParser):
         checkpoint = str(model)
         options = {"trust_remote_code": trust_remote_code, "revision": revision, **kwargs}
         plain = partial(super().parse, model, **options)
-        read: Callable[[], Any]
+        flat, read = config, plain
         if is_converted(config, checkpoint):
             flat = flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
-            model_type = flat["model_type"]
             read = partial(Qwen3Config.from_dict, flat, name_or_path=checkpoint)
-        elif config_class(config.get("architectures")) is not None:
-            model_type, read = config.get("model_type"), plain
-        else:
+        elif config_class(config.get("architectures")) is None:
             return plain()
         try:
             draft = read()
         except Exception as error:  # any kind: transformers and SGLang have fields that are not checked here
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            kind = f"config.json, model_type {short_repr(model_type)}"
+            kind = f"config.json, model_type {short_repr(flat.get('model_type'))}"
             problem = f"{kind}, cannot be read by transformers: {reason}"
             raise DraftConfigError(checkpoint, [problem]) from error
         if read is plain and names_sliding_layers(config.get("layer_types")):

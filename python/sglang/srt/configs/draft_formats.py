@@ -8,7 +8,7 @@ token in its config. Sources: AWS's reader for Neuron (gpt-oss), NeMo AutoModel'
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import find_file, read_config, read_object, tensor_shapes
+from sglang_dflash.srt.configs.checkpoint import find_file, read_object, tensor_shapes
 from sglang_dflash.srt.configs.draft_config import NESTED_ONLY, DFlashDraftConfig, names_sliding_layers
 from sglang_dflash.srt.configs.draft_kinds import (
     DEFAULT_DEPTH,
@@ -46,6 +46,7 @@ from sglang_dflash.srt.configs.speculators_format import (
     normalize,
     speculators_fields,
     speculators_ids_to_layer_outputs,
+    speculators_type,
 )
 from sglang_dflash.srt.configs.unsupported import (
     BUILTIN_ARCHITECTURES,
@@ -191,21 +192,19 @@ def flatten_dspark(config: Mapping[str, Any], checkpoint: str) -> dict[str, Any]
     Raises:
         DraftConfigError: the config has faults. The message names all of them.
     """
-    nested = as_object(config.get("dflash_config"))
-    problems = [f"{head}: a confidence head is not supported (only false)" for head in dspark_heads(config)]
+    heads = [f"{head}: a confidence head is not supported (only false)" for head in dspark_heads(config)]
+    fields, nested = Fields(config, heads), as_object(config.get("dflash_config"))
     for name in ("block_size", "mask_token_id", "target_layer_ids"):
-        given = [place[name] for place in (nested, config) if place.get(name) is not None]
-        if not given:
-            problems.append(f"{name} is missing")
-        elif given[0] != given[-1]:
-            problems.append(
-                f"{name} is {short_repr(given[1])}, but dflash_config.{name} is {short_repr(given[0])}"
-            )
-    if nested.get("sample_from_anchor", True) is not True:
-        anchor = short_repr(nested["sample_from_anchor"])
-        problems.append(f"dflash_config.sample_from_anchor is {anchor}, but every row of the block drafts")
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
+        value, inner = fields.find(name), nested.get(name)
+        if value is inner is None:
+            fields.fault(name, "is missing")
+        elif None not in (value, inner) and value != inner:
+            fields.fault(name, f"is {short_repr(value)}, but dflash_config.{name} is {short_repr(inner)}")
+    anchor = nested.get("sample_from_anchor", True)
+    if anchor is not True:
+        problem = f"is {short_repr(anchor)}, but every row of the block drafts"
+        fields.fault("dflash_config.sample_from_anchor", problem)
+    fields.raise_problems(checkpoint)
     return {
         **config,
         "architectures": ["DFlashDraftModel"],
@@ -234,29 +233,26 @@ def flatten_peagle(config: Mapping[str, Any], checkpoint: str, target_layers: in
     Raises:
         DraftConfigError: the config has faults. The message names all of them.
     """
-    problems: list[str] = []
-    eagle = as_object(config.get("eagle_config"))
+    fields, eagle = Fields(config, []), as_object(config.get("eagle_config"))
     inputs = layer_inputs(config)
     if inputs is None and target_layers is not None:
         inputs = default_layer_inputs(target_layers)
     if inputs is None:
-        problems.append("eagle_aux_hidden_state_layer_ids is missing, and the target's depth is not known")
+        fields.fault(_LAYER_INPUTS[0], "is missing, and the target's depth is not known")
     elif not isinstance(inputs, list) or not all(map(is_int, inputs)):
-        problems.append(
-            f"eagle_aux_hidden_state_layer_ids must be a list of integers, got {short_repr(inputs)}"
-        )
+        fields.fault(_LAYER_INPUTS[0], f"must be a list of integers, got {short_repr(inputs)}")
     for name, neutral in _NEUTRAL.items():
-        if config.get(name) not in neutral:
-            problems.append(f"{name} is {short_repr(config[name])}, which is not supported")
+        if fields.find(name) not in neutral:
+            fields.fault(name, f"is {short_repr(config[name])}, which is not supported")
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if (width := config.get("target_hidden_size")) not in (None, hidden):
-        problems.append(f"target_hidden_size is {short_repr(width)}, but hidden_size is {short_repr(hidden)}")
+        problem = f"is {short_repr(width)}, but hidden_size is {short_repr(hidden)}"
+        fields.fault("target_hidden_size", problem)
     depth = _first_given(_DEPTHS, config, default=DEFAULT_DEPTH)
     if not is_int(depth) or depth < 1:
-        problems.append(f"num_depths must be a positive integer, got {short_repr(depth)}")
-    mask = _mask_token(config, problems)
-    if problems:
-        raise DraftConfigError(checkpoint, problems)
+        fields.fault("num_depths", f"must be a positive integer, got {short_repr(depth)}")
+    mask = _mask_token(fields)
+    fields.raise_problems(checkpoint)
     # Llama's defaults, as the fields of Qwen3 have others.
     sizes = {"num_key_value_heads": heads}
     if is_int(heads) and is_int(hidden) and heads > 0:
@@ -284,49 +280,40 @@ def _first_given(names: Sequence[str], *places: Mapping[str, Any], default: Any 
     return next((place[name] for place in places for name in names if place.get(name) is not None), default)
 
 
-def _mask_token(config: Mapping[str, Any], problems: list[str]) -> int | None:
+def _mask_token(fields: Fields) -> int | None:
+    """Return the mask token's id, which several fields may give, as digits too."""
     found: dict[str, int] = {}
-    for where, fields in (("dflash_config.", as_object(config.get("dflash_config"))), ("", config)):
+    for where, values in (("dflash_config.", as_object(fields.find("dflash_config"))), ("", fields.values)):
         for name in _MASK_TOKENS:
-            value: Any = fields.get(name)
+            value: Any = values.get(name)
             value = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-            if is_int(value):
+            if value is not None and fields.check(where + name, value, int) is not None:
                 found[where + name] = value
-            elif value is not None:
-                problems.append(f"{where}{name} must be an integer, got {short_repr(value)}")
     if len(set(found.values())) > 1:
-        problems.append(f"the mask token is given twice, with different ids: {short_repr(found)}")
-    elif not found and not problems:
-        problems.append("mask_token_id is missing")
+        fields.problems.append(f"the mask token is given twice, with different ids: {short_repr(found)}")
+    elif not found and not fields.problems:
+        fields.fault("mask_token_id", "is missing")
     return next(iter(found.values()), None)
 
 
-def check_draft_config(checkpoint: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return a draft's flat config; None without a config.json. Raises ValueError for faults."""
+def read_draft_file(checkpoint: str, revision: str | None = None) -> dict[str, Any] | None:
+    """Return a draft's config.json, or None. Raises DraftConfigError if it is no JSON."""
     path = find_file(checkpoint, revision)
-    if path is None:
-        return None  # SGLang has other formats, or reports it
     try:
-        config = read_object(path)
+        return None if path is None else read_object(path)
     except ValueError as error:
         raise DraftConfigError(checkpoint, [str(error)]) from error
-    return flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get())
 
 
-def remarks_on_config(checkpoint: str, revision: str | None = None) -> list[str]:
-    """Say which values of layers config.json lacks, and which of its fields are not read."""
-    flat, config = check_draft_config(checkpoint, revision), read_config(checkpoint, revision)
-    if flat is None or config is None:
-        return []
-    unread = ", ".join(unread_fields(config))
-    is_librarys_peagle = is_speculators_config(config) and flat["architectures"] == [PEAGLE_ARCHITECTURE]
-    lacks_depth = is_librarys_peagle and config.get("speculators_config") is None
-    return [
-        *assumed_values(flat),
-        *(
-            [f"speculators_config is missing, {DEFAULT_DEPTH} drafted tokens are assumed"]
-            if lacks_depth
-            else ()
-        ),
-        *([f"config.json has fields that are not read: {unread}"] if unread else ()),
-    ]
+def check_draft_config(config: Mapping[str, Any], checkpoint: str) -> list[str]:
+    """Say which values of layers a draft's config.json lacks, and which fields are not read.
+
+    Raises:
+        ValueError: the config has faults, or is another model's.
+    """
+    remarks = assumed_values(flat_config(config, checkpoint, DFlashOptions.TARGET_LAYERS.get()))
+    if speculators_type(config) == "peagle" and config.get("speculators_config") is None:
+        remarks.append(f"speculators_config is missing, {DEFAULT_DEPTH} drafted tokens are assumed")
+    if unread := unread_fields(config):
+        remarks.append(f"config.json has fields that are not read: {', '.join(unread)}")
+    return remarks

@@ -283,7 +283,7 @@ def read_rope(rope: Fields) -> dict[str, Any]:
 
 def assumed_values(config: Mapping[str, Any]) -> list[str]:
     """Say which values of a draft's layers are missing, and what transformers assumes."""
-    ropes = [config.get(name) or {} for name in ROPES]
+    ropes = [as_object(config.get(name)) for name in ROPES]
     places = {"rope_theta": [config, *ropes]}
     missing = (name for name in _ASSUMED if all(p.get(name) is None for p in places.get(name, [config])))
     return [f"{name} is missing, {_ASSUMED[name]} is assumed" for name in missing]

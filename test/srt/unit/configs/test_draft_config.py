@@ -285,8 +285,8 @@ def test_layers_of_special_targets():
 def test_what_sglang_assumes_is_assumed_and_told():
     draft = parse({"block_size": None}, {"mask_token_id": None})
     assert (draft.block_size, draft.mask_token, draft.mask_token_id) == (16, "<|MASK|>", None)
-    assert len(draft.assumed()) == 2 and not parse().assumed()
-    assert not parse(nested={"mask_token_id": None, "mask_token": "<mask>"}).assumed()
+    assert len(draft.remarks) == 2 and not parse().remarks
+    assert not parse(nested={"mask_token_id": None, "mask_token": "<mask>"}).remarks
 
 
 def test_every_mismatch_with_the_target_is_named_at_once():
