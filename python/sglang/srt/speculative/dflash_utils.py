@@ -25,21 +25,18 @@ def as_draft(layout: Any) -> Iterator[None]:
         yield
 
 
-def check_borrowed_layers(layout: Any, target_model: Any) -> None:
-    """Raise ValueError if a layer that the draft borrows is missing, or on other ranks.
-
-    `layout` is that of the draft's ranks.
-    """
+def check_borrowed_layers(draft_ranks: Any, target_model: Any) -> None:
+    """Raise ValueError if a layer that the draft borrows is missing, or on other ranks."""
     head = getattr(target_model, "lm_head", None)
     if head is None:
         raise ValueError(
             f"DFLASH borrows the LM head of the target, and {type(target_model).__name__} has none."
         )
-    if not layout.local_dp:
+    if not draft_ranks.local_dp:
         return
     for name, layer in ("embedding", target_model.get_input_embeddings()), ("LM head", head):
         # A plain embedding is whole on every rank.
-        if getattr(unwrap_lora_layer(layer), "tp_size", layout.attn_tp_size) != layout.attn_tp_size:
+        if getattr(unwrap_lora_layer(layer), "tp_size", draft_ranks.attn_tp_size) != draft_ranks.attn_tp_size:
             raise ValueError(
                 f"DFLASH with DP attention does not support {type(target_model).__name__}: its {name} is "
                 "split over all ranks, and the draft that borrows it is on the ranks that share requests."

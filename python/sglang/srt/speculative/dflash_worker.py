@@ -25,6 +25,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.compat import resolve_draft_layout
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
@@ -33,6 +34,7 @@ from sglang_dflash.srt.speculative.acceptance.acceptor import Acceptor
 from sglang_dflash.srt.speculative.acceptance.constraints import Penalties, constrain
 from sglang_dflash.srt.speculative.acceptance.processors import need_tokens
 from sglang_dflash.srt.speculative.caps import requested_caps
+from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.lengths import check_backends
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
@@ -43,7 +45,7 @@ from sglang_dflash.srt.speculative.dflash_utils import as_draft, defer_row_reuse
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail
 from sglang_dflash.srt.speculative.drafters.blocks import draft_blocks
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft, without_logits_buffer
-from sglang_dflash.srt.speculative.drafters.copies import CopySource, CopyStats, Matches
+from sglang_dflash.srt.speculative.drafters.copies import Copies, CopySource, CopyStats, Matches
 from sglang_dflash.srt.speculative.idle_rank import run_idle
 from sglang_dflash.srt.speculative.kv_pool import check_kv_budget, limit_to_kv_pool
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
@@ -173,7 +175,7 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def reports(self) -> dict[str, dict[str, Any]]:
-        """Fields of `/server_info`; what is off has none."""
+        """Fields of `/server_info`. Features that are off are left out."""
         return {
             "speculative_width": self._lengths.report(),
             "speculative_copy_ahead": self.copies.stats.report() if DFlashOptions.COPY_AHEAD.get() else {},
@@ -274,8 +276,7 @@ class DFlashWorker(BaseSpecWorker):
 
         Args:
             batch: the scheduler's decode batch.
-            plan: slots of each block to draft and to verify. The draft runs for requests that verify what it
-                proposes.
+            plan: slots of each block to draft and to verify.
             matches: of the batch, by `CopySource.look_up`.
             on_publish: called with the new lengths as soon as they exist.
             grammar_barrier: SGLang's, waits until grammars are up to date.
@@ -283,19 +284,8 @@ class DFlashWorker(BaseSpecWorker):
         Returns:
             SGLang's result, and what `CopySource.record` returns.
         """
-        # Draft: fill the blocks, by the draft and by copies.
-        copies, layout = self.copies.choose(batch, plan, matches), plan.layout
-        cycle, block, was_drafted = draft_blocks(
-            self.drafter,
-            batch=batch,
-            plan=plan,
-            block_size=self.block_size,
-            needs_draft=plan.copies_each_match and self.copies.needs_draft(copies),
-            target_runner=self._target_worker.model_runner,
-        )
-        cycle, block = cycle.with_layout(layout), copies.overlay(block)
-        self.acceptor.broadcast_drafts(block)
-        self.notify("on_drafted", batch, cycle, block)
+        layout = plan.layout
+        cycle, block, copies, was_drafted = self._draft(batch, plan, matches)
         # The copy to the host starts before verify, so that grammars run beside it on the host.
         has_processors = batch.sampling_info.has_custom_logit_processor
         reads_chains = batch.has_grammar or (has_processors and need_tokens(batch.reqs))
@@ -306,8 +296,7 @@ class DFlashWorker(BaseSpecWorker):
         if self.target_states.are_recurrent:
             self.target_states.begin_verify(batch)
         target_out = verify(self._target_worker, batch, cycle, block)
-        logits_output = target_out.logits_output
-        logits = logits_output.next_token_logits
+        logits_output, logits = target_out.logits_output, target_out.logits_output.next_token_logits
         self.notify("on_verified", batch, block, logits)
         # Constrain: apply all that shapes the logits of a request.
         constrain(
@@ -339,22 +328,42 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter.commit(cycle, aux_hidden, accepted)
         proposals = self.copies.record(cycle, copies, accepted, was_drafted)
         self.notify("on_committed", batch, cycle, aux_hidden, accepted)
-        logits_output.hidden_states = None
-        result = GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=accepted.reported.flatten(),
-            accept_lens=accepted.commit_lens,
-            # Slots that could be kept, the anchor included. They are on the host, and stay there.
-            cap_lens=torch.from_numpy(plan.max_accept + 1),
-            next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
-            new_seq_lens=accepted.committed,
-            can_run_cuda_graph=target_out.can_run_cuda_graph,
-            speculative_num_draft_tokens=layout.verify_len,
-            routed_experts_output=target_out.routed_experts_output,
-            indexer_topk_output=target_out.indexer_topk_output,
+        return _result(plan, target_out, accepted), proposals
+
+    def _draft(self, batch, plan: CyclePlan, matches: Matches) -> tuple[Cycle, DraftBlock, Copies, bool]:
+        """Fill the blocks, by the draft and by copies. Says whether the draft ran."""
+        copies = self.copies.choose(batch, plan, matches)
+        cycle, block, was_drafted = draft_blocks(
+            self.drafter,
+            batch=batch,
+            plan=plan,
+            block_size=self.block_size,
+            needs_draft=plan.copies_each_match and self.copies.needs_draft(copies),
+            target_runner=self._target_worker.model_runner,
         )
-        return result, proposals
+        cycle, block = cycle.with_layout(plan.layout), copies.overlay(block)
+        self.acceptor.broadcast_drafts(block)
+        self.notify("on_drafted", batch, cycle, block)
+        return cycle, block, copies, was_drafted
 
     def notify(self, stage: str, *args: Any) -> None:
         for observer in self.observers:
             getattr(observer, stage)(*args)
+
+
+def _result(plan: CyclePlan, target_out: Any, accepted: AcceptedBlocks) -> GenerationBatchResult:
+    """Return a cycle's outcome as SGLang reads it."""
+    target_out.logits_output.hidden_states = None
+    return GenerationBatchResult(
+        logits_output=target_out.logits_output,
+        next_token_ids=accepted.reported.flatten(),
+        accept_lens=accepted.commit_lens,
+        # Slots that could be kept, the anchor included. They are on the host, and stay there.
+        cap_lens=torch.from_numpy(plan.max_accept + 1),
+        next_draft_input=DFlashDraftInput(accepted.bonus, accepted.committed),
+        new_seq_lens=accepted.committed,
+        can_run_cuda_graph=target_out.can_run_cuda_graph,
+        speculative_num_draft_tokens=plan.verify_len,
+        routed_experts_output=target_out.routed_experts_output,
+        indexer_topk_output=target_out.indexer_topk_output,
+    )

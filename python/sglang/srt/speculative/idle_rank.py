@@ -1,10 +1,9 @@
 """Steps of a rank without requests, with DP attention.
 
-Each rank of a model has its own requests, and all run its MLPs together. The target's layers exchange rows
-between all ranks. So every rank takes part in every forward of the target, with no rows if it has no
-requests. The draft is on the ranks that share requests (one, unless attention is tensor parallel too). It
-exchanges nothing with others, and a rank without requests does not run it. SGLang gives all ranks the same
-kind of step: while one prefills, ranks with nothing to prefill are idle.
+Each rank of a model has requests of its own, and the target's layers exchange rows between all ranks. So
+every rank takes part in every forward of the target, with no rows if it has no requests. The draft is on the
+ranks that share requests. It exchanges nothing with others, and a rank without requests does not run it.
+SGLang gives all ranks the same kind of step: while one prefills, ranks with nothing to prefill are idle.
 """
 
 from typing import Any

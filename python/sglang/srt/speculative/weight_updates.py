@@ -7,7 +7,7 @@ A draft's tensors are checked before anything is written.
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial, partialmethod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from sglang.srt.managers import io_struct
@@ -24,7 +24,6 @@ from sglang_dflash.srt.models.loading import check_tensors, load_tensors
 from sglang_dflash.srt.models.quantized_linear import model_layer
 from sglang_dflash.srt.patching import WORKER, patches
 
-T = TypeVar("T")
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -32,7 +31,7 @@ class Failure(ValueError):
     """An error of a weight update that all ranks know."""
 
 
-def on_all_ranks(run: Callable[[], T]) -> T:
+def on_all_ranks(run: Callable[[], Any]) -> Any:
     """Run, and raise Failure on all ranks if one fails, with the first rank's error."""
     problem, group = "", get_parallel().tp_group
     try:
@@ -65,13 +64,12 @@ def owner_by_name(draft: Any, target: Any) -> Callable[[str], str]:
     draft's names have no prefix. SGLang's targets take many names without a prefix too. The function raises
     ValueError for a name of both models.
     """
-    names = [*expected_tensors(draft.config, draft.draft)[0], *IGNORED_TENSORS]
-    names += [name for name, _ in draft.named_parameters()]
-    of_draft = {_module(name) for name in names} - {"lm_head"}
+    names = *expected_tensors(draft.config, draft.draft)[0], *IGNORED_TENSORS, *dict(draft.named_parameters())
+    of_draft = {_module_of(name) for name in names} - {"lm_head"}
     of_target = [f".{path}" for path, _ in target.named_modules()]
 
     def owner(name: str) -> str:
-        module = _module(canonical_name(name))
+        module = _module_of(canonical_name(name))
         if name.startswith("model.") or module not in of_draft:
             return "target"
         if any(path.endswith(f".{model_layer(module)[0]}") for path in of_target):
@@ -81,7 +79,7 @@ def owner_by_name(draft: Any, target: Any) -> Callable[[str], str]:
     return owner
 
 
-def _module(name: str) -> str:
+def _module_of(name: str) -> str:
     return name.rpartition(".")[0] or name
 
 
@@ -94,10 +92,7 @@ def _module(name: str) -> str:
     upstream="docs/dev/upstream/weight-updates.md",
 )
 class WeightUpdateRequests(Manager):
-    """Entry of weight updates. While one runs, the models' `load_weights` is `_load`.
-
-    A payload may be unreadable or too short for the ranks, or a selector unknown.
-    """
+    """Entry of weight updates. While one runs, the models' `load_weights` is `_load`."""
 
     _owner: str | None = None  # of a whole checkpoint or stream, whose request has no selector
     _failure: Failure | None = None
@@ -108,8 +103,7 @@ class WeightUpdateRequests(Manager):
 
     def answer(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
         """Run an update of SGLang's, on all ranks or with an answer that says why not."""
-        runners = dict(super()._select_runners())
-        self._models = {owner: runner.model for owner, runner in runners.items()}
+        self._models = {owner: runner.model for owner, runner in super()._select_runners()}
         self._failure, self._written = None, ""
         for owner, model in self._models.items():
             model.load_weights = partial(self._load, owner)
@@ -117,8 +111,8 @@ class WeightUpdateRequests(Manager):
             return on_all_ranks(lambda: self._run(update, recv_req))
         except Failure as failure:
             state = f"the {self._written}'s weights may be partly updated" if self._written else ""
-            output = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
             message = f"No weight update, {state or 'the old weights stay'}: {failure}"
+            output = getattr(io_struct, type(recv_req).__name__.replace("ReqInput", "ReqOutput"))
             return output(success=False, message=message)
         finally:
             self._owner = None
@@ -179,9 +173,9 @@ class WeightUpdateRequests(Manager):
         checked = check_tensors(draft, tensors["draft"], is_update=self._owner is None)
         return checked if model_owner == "draft" else tensors["target"]
 
-    update_weights_from_disk = partialmethod(answer, Manager.update_weights_from_disk)
-    update_weights_from_tensor = partialmethod(answer, Manager.update_weights_from_tensor)
-    update_weights_from_distributed = partialmethod(answer, Manager.update_weights_from_distributed)
-    update_weights_from_ipc = partialmethod(answer, Manager.update_weights_from_ipc)
-    begin_weight_update = partialmethod(answer, Manager.begin_weight_update)
-    end_weight_update = partialmethod(answer, Manager.end_weight_update)
+    update_weights_from_disk: Any = partialmethod(answer, Manager.update_weights_from_disk)
+    update_weights_from_tensor: Any = partialmethod(answer, Manager.update_weights_from_tensor)
+    update_weights_from_distributed: Any = partialmethod(answer, Manager.update_weights_from_distributed)
+    update_weights_from_ipc: Any = partialmethod(answer, Manager.update_weights_from_ipc)
+    begin_weight_update: Any = partialmethod(answer, Manager.begin_weight_update)
+    end_weight_update: Any = partialmethod(answer, Manager.end_weight_update)
