@@ -19,9 +19,9 @@ DRAFT_GRAPHS_NEED_GB = 1.0
 
 
 @contextlib.contextmanager
-def as_draft(layout: Any) -> Iterator[None]:
-    """Build and run the draft as if the ranks of its layout were all there are."""
-    with draft_pp_context(), run_as_draft(layout):
+def as_draft(draft_ranks: Any) -> Iterator[None]:
+    """Build and run the draft as if its ranks were all there are."""
+    with draft_pp_context(), run_as_draft(draft_ranks):
         yield
 
 

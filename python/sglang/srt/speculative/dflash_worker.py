@@ -79,13 +79,13 @@ class DFlashWorker(BaseSpecWorker):
         self.block_size = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.speculative_num_steps = spec.speculative_num_steps
         # The target's ranks, or with DP attention those sharing requests. SGLang sizes the draft's KV by it.
-        layout = self.draft_parallel_layout = resolve_draft_layout()
+        ranks = self.draft_parallel_layout = resolve_draft_layout()
         self._draft_worker = load_draft(
-            server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker, layout=layout
+            server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker, draft_ranks=ranks
         )
         draft_runner = self._draft_worker.model_runner
         self.metrics = DFlashMetrics.from_server(self.block_size - 1)
-        self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, layout)
+        self.drafter = build_drafter(draft_runner, target_runner.model, self.block_size, ranks)
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
         self._lengths: LengthChooser = WholeBlocks(self.block_size)
@@ -128,14 +128,14 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self):
         """Capture the draft's CUDA graphs, and measure cycles if the verify length is adaptive."""
-        layout = self.draft_parallel_layout
+        ranks = self.draft_parallel_layout
         # Not with DP attention: SGLang's graph runner asks every batch for the other ranks' rows, and the
         # draft runs without those ranks.
-        captures = self.block_size > 1 and not layout.local_dp
+        captures = self.block_size > 1 and not ranks.local_dp
         captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
         settings = settings_of_adaptive_lengths(self)
         self._draft_worker.model_runner.model.ends_before_head = settings is not None
-        with as_draft(layout), self._with_draft_rows(), without_logits_buffer(self.device):
+        with as_draft(ranks), self._with_draft_rows(), without_logits_buffer(self.device):
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
         self._lengths = make_chooser(self, settings, get_parallel().tp_group, self.metrics)
         if DFlashOptions.COPY_AHEAD.get():

@@ -35,7 +35,7 @@ _DRAFTERS = (  # a model comes before its base class
 
 
 def load_draft(
-    server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, layout: Any
+    server_args: Any, gpu_id: int, nccl_port: int, target_worker: TpModelWorker, draft_ranks: Any
 ) -> TpModelWorker:
     """Load the draft model into a separate worker.
 
@@ -43,7 +43,7 @@ def load_draft(
     quantized layer was loaded wrongly.
     """
     spec, target_runner = get_spec(), target_worker.model_runner
-    with as_draft(layout):
+    with as_draft(draft_ranks):
         worker = TpModelWorker(
             server_args=server_args,
             gpu_id=gpu_id,
@@ -92,15 +92,15 @@ def drafter_class(draft_model: Any) -> type[Drafter]:
     return next(drafter for model, drafter in _DRAFTERS if isinstance(draft_model, model))
 
 
-def build_drafter(draft_runner: Any, target_model: Any, block_size: int, layout: Any) -> Drafter:
+def build_drafter(draft_runner: Any, target_model: Any, block_size: int, draft_ranks: Any) -> Drafter:
     """Build the drafter for a draft model.
 
     Raises ValueError if the draft's ranks cannot borrow the target's layers."""
-    check_borrowed_layers(layout, target_model)
+    check_borrowed_layers(draft_ranks, target_model)
     drafter = drafter_class(draft_runner.model)(draft_runner, target_model, block_size)
     model = draft_runner.model
-    if layout.local_dp:
-        run_on_own_ranks(drafter, layout)
+    if draft_ranks.local_dp:
+        run_on_own_ranks(drafter, draft_ranks)
     logger.info(
         "sglang-dflash DFlashWorker with %s: block size %d, %d draft layers reading target layers %s, draft "
         "attention %s.",
@@ -113,19 +113,19 @@ def build_drafter(draft_runner: Any, target_model: Any, block_size: int, layout:
     return drafter
 
 
-def run_on_own_ranks(drafter: Drafter, layout: Any) -> None:
+def run_on_own_ranks(drafter: Drafter, draft_ranks: Any) -> None:
     """Run a drafter on fewer ranks than the target, which to its layers are all ranks.
 
     The part inside the target's graphs (`write_context_in_graph`) exchanges nothing, and needs no context.
     """
 
-    def under_layout(method: Callable[..., Any]) -> Callable[..., Any]:
+    def on_draft_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with run_as_draft(layout):
+            with run_as_draft(draft_ranks):
                 return method(*args, **kwargs)
 
         return run
 
     for name in ("begin_prefill", "prefill", "admit_prefilled", "propose", "commit"):
-        setattr(drafter, name, under_layout(getattr(drafter, name)))
+        setattr(drafter, name, on_draft_ranks(getattr(drafter, name)))
