@@ -169,10 +169,9 @@ class DFlashDraftConfig:
             "has_embed_tokens": fields.take("has_embed_tokens", bool, False),
             "max_position_embeddings": fields.take("max_position_embeddings", int, None, least=1),
         }
-        depth = values["num_hidden_layers"] or 1
-        values |= (
-            _read_block(fields) | _read_target_layers(fields, depth) | _read_windows(fields, depth, causal)
-        )
+        depth = values["num_hidden_layers"]
+        values |= _read_block(fields) | _read_target_layers(fields, depth or 1)
+        values |= _read_windows(fields, depth, causal)
         assumed = (
             ("block_size", "block_size", values["block_size"]),
             ("target_layer_ids", "dflash_config.target_layer_ids", [*values["target_layer_ids"]]),
@@ -287,18 +286,18 @@ def _read_target_layers(fields: Fields, num_layers: int) -> dict[str, Any]:
     return {"num_target_layers": depth, "target_layer_ids": tuple(ids)}
 
 
-def _read_windows(fields: Fields, num_layers: int, causal: bool | None) -> dict[str, Any]:
+def _read_windows(fields: Fields, num_layers: int | None, causal: bool | None) -> dict[str, Any]:
     """Read what a draft's layers see of a block and of the tokens before it."""
-    full = (FULL_ATTENTION,) * num_layers
+    full = (FULL_ATTENTION,) * (num_layers or 1)
     types = fields.take_list("layer_types", str, full, one_of=(FULL_ATTENTION, SLIDING_ATTENTION)) or full
     window = fields.take("sliding_window", int, None, least=0)
     whole = fields.take("swa_window_size", int, None)
     is_causal = fields.take("sliding_is_causal", bool, True)
     if fields.take("use_swa", bool, False) and SLIDING_ATTENTION not in types:
         # All layers slide, and are causal only if the checkpoint says so.
-        types, window = (SLIDING_ATTENTION,) * num_layers, window if whole is None else whole
+        types, window = (SLIDING_ATTENTION,) * (num_layers or 1), window if whole is None else whole
         is_causal = is_causal and causal is not None
-    if len(types) != num_layers:
+    if num_layers not in (None, len(types)):
         problem = f"must list one entry per draft layer ({num_layers}), got {short_repr([*types])}"
         fields.fault("layer_types", problem)
     if SLIDING_ATTENTION not in types:

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ def check_replaces(served: Pair, new: Pair) -> None:
     for pair in (served, new):
         if pair.config_faults:
             raise BadInput(f"{pair.draft.name}: {pair.config_faults[0].problem}")
-    before, after = served.config.model_dump(), new.config.model_dump()
+    before, after = (asdict(replace(pair.config, remarks=())) for pair in (served, new))
     if differing := [name for name in before | after if before.get(name) != after.get(name)]:
         values = ", ".join(f"{name} {before.get(name)} and {after.get(name)}" for name in differing)
         raise BadInput(f"{new.draft.name}: a swap changes weights alone, but the configs differ in {values}")

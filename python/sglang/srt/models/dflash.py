@@ -185,7 +185,7 @@ class DFlashDraftModel(BlockDraftModel):
 
     layer_class: type[Any] = DFlashDecoderLayer
     output_class = DraftOutput
-    draft_config_class = DFlashDraftConfig
+    draft_config_class: type[DFlashDraftConfig] = DFlashDraftConfig
 
     def __init__(self, config, quant_config=None, prefix: str = ""):
         super().__init__(config, quant_config, prefix)
