@@ -19,7 +19,6 @@ from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_kinds import find_mask_token
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
 from sglang_dflash.srt.models.loading import check_tensors, load_tensors
-from sglang_dflash.srt.models.quantized_linear import RowCheck
 
 
 @dataclass
@@ -63,8 +62,6 @@ class BlockDraftModel(nn.Module):
         self.register_buffer("d2t", None, persistent=False)
         # [hidden], the mask token's embedding in place of its row of the table.
         self.mask_embedding: torch.Tensor | None = None
-        # Of the quantized layers of the last checkpoint; `run_row_checks` runs them once.
-        self.row_checks: list[RowCheck] = []
         self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.borrowed: tuple[Any, Any] = (None, None)
         # Whether forwards end before the head. The head then multiplies the rows of verified slots alone,

@@ -23,9 +23,17 @@ from sglang_dflash.srt.configs.draft_tensors import (
 )
 from sglang_dflash.srt.configs.fields import short_repr
 from sglang_dflash.srt.layers.dequantize import take_quantized_modules
-from sglang_dflash.srt.models.quantized_linear import RowCheck, model_layer, row_check
 
 logger = logging.getLogger(__name__)
+
+# A module of a checkpoint -> the layer of the model that fuses it with others, and its shard there.
+SHARDS: dict[str, tuple[str, str | int]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
 
 
 class CheckedTensors(NamedTuple):
@@ -62,8 +70,7 @@ def check_tensors(
 def load_tensors(model: Any, checked: CheckedTensors) -> set[str]:
     """Load checked tensors, and return the names of the model's parameters.
 
-    `model.row_checks` then compares quantized modules, as they were loaded, with the file. After an update
-    `model.renew_copies` must follow.
+    After an update `model.renew_copies` must follow.
     """
     config, tensors, found = checked
     missing_width = model.config.intermediate_size - config.intermediate_size
@@ -93,23 +100,25 @@ def load_tensors(model: Any, checked: CheckedTensors) -> set[str]:
         if name in found.shapes and name != "d2t":
             _load(model, name, fitted(name, tensor))
 
-    checks: list[RowCheck] = []
     for module in quantized:
         try:
             weight = module.dequantize(model.norm.weight.device)
         except ValueError as error:
             raise ValueError(f"DFLASH draft weights: {error}") from error
         name = f"{module.name}.weight"
-        weight = fitted(name, weight)
-        _load(model, name, weight.to(model.norm.weight.dtype))
-        if (check := row_check(model, module, weight)) is not None:
-            checks.append(check)
+        _load(model, name, fitted(name, weight).to(model.norm.weight.dtype))
     if quantized:
         schemes = ", ".join(sorted({module.scheme.name for module in quantized}))
         logger.info("DFLASH draft: %d quantized layers (%s) are dequantized.", len(quantized), schemes)
-    model.row_checks = checks
     model.was_loaded = True
     return {name for name, _ in model.named_parameters()}
+
+
+def model_layer(module: str) -> tuple[str, str | int | None]:
+    """Return the layer of the model that holds a module, and its shard if fused."""
+    parent, _, last = module.rpartition(".")
+    fused, shard = SHARDS.get(last, (last, None))
+    return f"{parent}.{fused}" if parent else fused, shard
 
 
 def _load(model: Any, name: str, tensor: torch.Tensor) -> None:

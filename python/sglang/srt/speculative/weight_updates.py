@@ -20,8 +20,7 @@ from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
-from sglang_dflash.srt.models.loading import check_tensors, load_tensors
-from sglang_dflash.srt.models.quantized_linear import model_layer
+from sglang_dflash.srt.models.loading import check_tensors, load_tensors, model_layer
 from sglang_dflash.srt.patching import WORKER, patches
 
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -19,7 +19,6 @@ from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.models.quantized_linear import run_row_checks
 from sglang_dflash.srt.speculative.dflash_utils import as_draft, check_borrowed_layers
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
@@ -39,8 +38,7 @@ def load_draft(
 ) -> TpModelWorker:
     """Load the draft model into a separate worker.
 
-    Raises ValueError if the target cannot lend what the draft needs, the mask token cannot be found, or a
-    quantized layer was loaded wrongly.
+    Raises ValueError if the target cannot lend what the draft needs, or the mask token cannot be found.
     """
     spec, target_runner = get_spec(), target_worker.model_runner
     with as_draft(draft_ranks):
@@ -54,7 +52,6 @@ def load_draft(
             draft_attention_backend=spec.speculative_draft_attention_backend,
         )
     model = worker.model_runner.model
-    run_row_checks(model.row_checks)
     worker.draft_runner = worker.model_runner  # SGLang's device timers look for it here
     checkpoint = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
     tokens = target_runner.model_config.vocab_size
