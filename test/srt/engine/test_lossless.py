@@ -7,7 +7,7 @@ server/test_lossless_http.py has the proofs that need HTTP.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from serving import (
 from support.drafts import always_wrong
 from support.parity import undecided_from
 from support.scheduled import Answer, Job, run
-from support.servers import COPIES, FLOAT32, WIDTHS_CHANGE
+from support.servers import COPIES, FLOAT32, LATE_LENGTHS, WIDTHS_CHANGE
 from support.target_answers import requests_from_prompts, target_answers
 from tokenizers import Tokenizer
 
@@ -52,6 +52,7 @@ class Configuration:
         accept_length: Bounds on tokens per cycle, bonus included.
         is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.
             The cycles of a request are then those of the default setting.
+        environment: Variables beside those of every server.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Configuration:
     draft: Callable[[Path], Path] = fixed(DRAFT)
     accept_length: tuple[float, float] = (1.0, 16.0)
     is_comparable: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 CONFIGURATIONS = (
@@ -96,6 +98,23 @@ CONFIGURATIONS = (
         11,
         fixed(PEAGLE_DRAFT),
         (1.3, 8.0),
+    ),
+    Configuration("late-lengths", (WHOLE_BLOCKS,), is_comparable=True, environment=LATE_LENGTHS),
+    Configuration(
+        "dflash2-page-16-mixed-batches-late-lengths",
+        (*PAGES, *MIXED),
+        1,
+        fixed(DFLASH2_DRAFT),
+        (2.2, 8.0),
+        environment=LATE_LENGTHS,
+    ),
+    Configuration(
+        "peagle-copy-ahead-widths-change-late-lengths",
+        (*COPIES, *WIDTHS_CHANGE, "--chunked-prefill-size", "64"),
+        2,
+        fixed(PEAGLE_DRAFT),
+        (1.3, 8.0),
+        environment=LATE_LENGTHS,
     ),
     Configuration("always-wrong", (), 12, always_wrong, (1.0, 1.01)),
 )
@@ -136,7 +155,7 @@ def serve_twice(configuration: Configuration, jobs: Sequence[Job], folder: Path)
     jobs = [replace(job, step=number // 2) for number, job in enumerate(jobs)]
     draft = configuration.draft(folder / "draft")
     arguments = ["--model-path", TARGET, *FLOAT32, *dflash_arguments(draft), *configuration.arguments]
-    return run(arguments, [jobs, jobs[::3]])
+    return run(arguments, [jobs, jobs[::3]], environment=configuration.environment)
 
 
 @pytest.fixture(scope="module")

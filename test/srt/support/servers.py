@@ -16,6 +16,7 @@ from typing import Any
 from serving import TARGET, Server, Start, importing, serve, start_cold, stop
 from support.warm_start import ForkServer
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import runtime
 
 
@@ -28,6 +29,8 @@ def patched(*names: str) -> dict[str, str]:
 # Verify lengths are chosen by costs that are given: measuring takes longer than all else at start-up.
 KNOWN_COSTS = patched()
 MEASURED_COSTS = {"SERVER_PATCH": "scheduled_lengths"}
+# The wait for lengths stands under the draft, as on a GPU whose target plans with lengths on the host.
+LATE_LENGTHS = {DFlashOptions.WAIT_UNDER_DRAFT.variable: "1", **patched("late_lengths")}
 
 # One PyTorch thread, as two servers share the machine. The scheduler counts its KV slots after every step,
 # and a leak or a double free ends the server.

@@ -191,6 +191,10 @@ PATCHES = {
     "strict_sync": {"sglang_dflash.srt.speculative.dflash_worker": strict_sync},
     "broken_logits": {"sglang_dflash.srt.speculative.dflash_worker": broken_logits},
     "eager_copies": {"sglang_dflash.kernels.ops.speculative.copy_ahead": eager_copies},
+    # The wait under the draft takes a CPU's backends, whose draft reads lengths on the device.
+    "late_lengths": {
+        "sglang_dflash.srt.speculative.dflash_worker": setting("check_backends", lambda *_: None)
+    },
     "leaked_slot": {"sglang_dflash.srt.speculative.dflash_worker": leaked_slot},
     "dropped_accept": {"sglang_dflash.srt.speculative.acceptance.acceptor": dropped_accept},
     "swapped_request": {"sglang_dflash.srt.speculative.acceptance.acceptor": swapped_request},
