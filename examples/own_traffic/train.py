@@ -1,4 +1,4 @@
-"""Train the bundled SmolLM2 draft further: recorded rows, and a share of general ones.
+"""Train the bundled SmolLM2 draft further: recorded rows and general rows, half and half.
 
     python examples/own_traffic/train.py ROWS.jsonl TARGET SERVED NEW --work FOLDER --minutes 6
 
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="for the states, 10 KB a token")
     parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--general", type=Path, default=TRAINING / "prompts" / "smollm2-answers.npz")
-    parser.add_argument("--general-share", type=float, default=0.3, help="of the answer tokens")
+    parser.add_argument("--general-share", type=float, default=0.5, help="of the answer tokens")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     packed, shards = args.work / "rows.npz", args.work / "shards"
