@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from gpu.shapes import QWEN3_8_27B
+from shapes import QWEN3_8_27B
 
 CONTEXT_GIB = 0.8
 BLOCK = QWEN3_8_27B.block_size

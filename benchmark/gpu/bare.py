@@ -1,4 +1,4 @@
-"""Figures of a GPU with torch alone: no SGLang, no FlashInfer, nothing installed.
+"""Figures of a GPU with torch and Triton alone: no SGLang, no FlashInfer, nothing installed.
 
     python benchmark/gpu/bare.py --out FOLDER
 
@@ -10,11 +10,10 @@ Exit status: 0 all well; 1 something failed.
 """
 
 import argparse
-import itertools
 import json
 import statistics
 import sys
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
 
@@ -31,41 +31,21 @@ LAYER = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24_576), "dow
 HEAD = (4096, 151_936)  # like LAYER: columns of the input and of the product
 ROWS, HEAD_ROWS = (1, 16, 128, 256, 384, 768, 1536), (15, 240, 720)
 COPIES = 4  # of a layer's weights, 1.5 GB: they come from memory in serving too, not from a cache
-REPEATS = 20
 FP8 = torch.float8_e4m3fn
 DEVICE, SHRINK = ("cuda", 1) if torch.cuda.is_available() else ("cpu", 64)
 
 
-def milliseconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Return the median time of all calls together, launched as one CUDA graph as in serving."""
-    for call in calls:
-        call()
-    if DEVICE == "cpu":
-        moments = [time.perf_counter()]
-        for _ in range(3):
-            for call in calls:
-                call()
-            moments.append(time.perf_counter())
-        return statistics.median(1e3 * (after - before) for before, after in itertools.pairwise(moments))
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(events))
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Return the median time of a run, launched as one CUDA graph as in serving."""
+    if DEVICE == "cuda":
+        return triton.testing.do_bench_cudagraph(run, return_mode="median")
+    return 1e3 * statistics.median(timeit.repeat(run, number=1, repeat=3))
 
 
 def bandwidth() -> dict:
     source = torch.zeros((1 << 31) // SHRINK, dtype=torch.uint8, device=DEVICE)
     copy = torch.empty_like(source)
-    return {"GB/s": round(2 * source.nbytes / milliseconds([lambda: copy.copy_(source)]) / 1e6, 1)}
+    return {"GB/s": round(2 * source.nbytes / milliseconds(lambda: copy.copy_(source)) / 1e6, 1)}
 
 
 def random_matrix(rows: int, columns: int) -> torch.Tensor:
@@ -75,7 +55,12 @@ def random_matrix(rows: int, columns: int) -> torch.Tensor:
 def products(weights: Sequence[torch.Tensor], rows: int, copies: int) -> dict:
     """Multiply `rows` rows by each weight [columns, inputs]. The result is of one copy of all."""
     inputs = {weight.shape[1]: random_matrix(rows, weight.shape[1]) for weight in weights}
-    ms = milliseconds([partial(F.linear, inputs[weight.shape[1]], weight) for weight in weights]) / copies
+
+    def multiply() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    ms = milliseconds(multiply) / copies
     flops = 2 * rows * sum(weight.numel() for weight in weights) / copies
     return {"ms": round(ms, 4), "TFLOP/s": round(flops / ms / 1e9, 3)}
 
@@ -90,7 +75,7 @@ def fp8_product(head: torch.Tensor, rows: int) -> dict:
         quantized = (inputs / scales).to(FP8)
         return torch._scaled_mm(quantized, copy.t(), scales, scale.t(), out_dtype=torch.bfloat16)
 
-    return {"ms": round(milliseconds([multiply]), 4)}
+    return {"ms": round(milliseconds(multiply), 4)}
 
 
 def main() -> int:

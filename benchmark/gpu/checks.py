@@ -2,14 +2,12 @@
 
     python benchmark/gpu/checks.py
 
-records the bundled targets' answers anew, with servers on a CPU, in answers.json beside this file.
+records the bundled target's answers anew, with a server on a CPU, in answers.json beside this file.
 """
 
-import contextlib
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,9 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, benchmark/ is not on the path
 
-from gpu.measure import Session, broken  # noqa: E402
+from gpu.measure import Session, ends  # noqa: E402
 from gpu.servers import CONTEXT_LENGTH  # noqa: E402
-from serving import HYBRID_TARGET, TARGET, Server, serve, text_prompts  # noqa: E402
+from serving import TARGET, Server, serve, text_prompts  # noqa: E402
 
 ANSWERS = Path(__file__).with_name("answers.json")
 
@@ -28,7 +26,13 @@ ANSWERS = Path(__file__).with_name("answers.json")
 # are 1/16 apart in bf16. Up to four such steps between its best two tokens is a near-tie, as in the tests.
 NEAR_TIE = 0.25
 TEXTS, LONGEST_TEXT = 8, 64  # texts, and tokens of one
+# Greedy requests beside them, whose answers are compared too; and others, which must end well.
 CONSTRAINTS = ({"regex": "[a-z ]{8,48}"}, {"min_new_tokens": 40}, {"logit_bias": {"13": 1.5}})
+OTHERS = (
+    {"sampling_params": {"temperature": 0.7, "top_p": 0.9}},
+    {"sampling_params": {"temperature": 0, "frequency_penalty": 0.6, "presence_penalty": 0.3}},
+    {"sampling_params": {"temperature": 0}, "return_logprob": True, "top_logprobs_num": 2},
+)
 END_SLACK = 2  # tokens before the end of the context at which SGLang cuts an answer
 # Tokens of a sampled answer, and how many of a position's likeliest ones are looked at.
 SAMPLED_TOKENS, RANKED = 64, 64
@@ -41,36 +45,35 @@ def requests() -> list[dict]:
     prompts = prompts[:: len(prompts) // TEXTS][:TEXTS]
     length = [{"max_new_tokens": CONTEXT_LENGTH - 1 - p["num_tokens"], "ignore_eos": True} for p in prompts]
     length += [{"max_new_tokens": 48, **constraint} for constraint in CONSTRAINTS]
-    texts = [prompt["text"] for prompt in [*prompts, *prompts[: len(CONSTRAINTS)]]]
-    return [{"text": t, "sampling_params": {"temperature": 0, **more}} for t, more in zip(texts, length)]
+    asked = zip([*prompts, *prompts[: len(CONSTRAINTS)]], length, strict=True)
+    return [{"text": p["text"], "sampling_params": {"temperature": 0, **more}} for p, more in asked]
 
 
 def record_answers(server: Server) -> list[dict]:
     """Return the target's own answers: ids and, at each, the gap of its best two in log probability."""
     asked = [{**request, "return_logprob": True, "top_logprobs_num": 2} for request in requests()]
     answers = server.generate_many(asked, len(asked))
-    found = []
-    for answer in answers:
-        tops = answer["meta_info"]["output_top_logprobs"]
-        gaps = [round(best[0] - second[0], 3) for best, second, *_ in tops]
-        found.append({"ids": answer["output_ids"], "gaps": gaps})
-    return found
+    tops = [answer["meta_info"]["output_top_logprobs"] for answer in answers]
+    gaps = [[round(best[0] - second[0], 3) for best, second, *_ in each] for each in tops]
+    return [{"ids": answer["output_ids"], "gaps": each} for answer, each in zip(answers, gaps)]
 
 
-def check_answers(session: Session, target: str, least: float, is_sampled: bool = False) -> dict:
-    """Compare a server's answers with those of a bundled target, recorded on a CPU.
+def check_answers(session: Session, least: float = 0.0, is_sampled: bool = False) -> dict:
+    """Compare a server's answers with those of the bundled target, recorded on a CPU.
 
-    least: the accept length of the texts, below which a draft reads the wrong rows. is_sampled: check sampled
-    answers too. Returns `compare`'s entries, "accept_length", and "sigmas" of the sampled ones.
+    least: of the texts' accept length, a tenth below a CPU's: a draft that reads the wrong rows has less. 0
+    where cycles may draft nothing. is_sampled: check sampled answers too. Returns `compare`'s entries,
+    "accept_length", and "sigmas" of the sampled ones.
     """
-    asked = requests()
-    answers = session.server.generate_many(asked, len(asked))
-    found = compare([answer["output_ids"] for answer in answers], json.loads(ANSWERS.read_text())[target])
+    asked, expected = requests(), json.loads(ANSWERS.read_text())
+    together = [*asked, *({"text": asked[0]["text"], **other} for other in OTHERS)]
+    answers = session.server.generate_many(together, len(together))
+    found = compare([answer["output_ids"] for answer in answers[: len(asked)]], expected)
     texts = [answer["meta_info"] for answer in answers[:TEXTS]]
     # The first token of an answer comes from its prompt's own forward.
     drafted = sum(info["completion_tokens"] - 1 for info in texts)
     found["accept_length"] = drafted / sum(info["spec_verify_ct"] for info in texts)
-    problems = [line for answer in answers for line in broken("to compare", answer)]
+    problems = ends(answers)
     if wide := [d for d in found["differences"] if d["gap"] is None or d["gap"] > NEAR_TIE]:
         problems.append(f"{len(wide)} answers differ where the target is near no tie: {wide[:3]}")
     if found["accept_length"] < least:
@@ -129,35 +132,17 @@ def run_tests(session: Session, path: str) -> dict:
 
     Interrupted at the deadline, it can still end the servers that its fixtures started.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-m", "gpu", path]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output, _ = process.communicate(timeout=max(0.0, session.deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=20)
-        raise
-    finally:
-        process.kill()
-    counts = {word: re.search(rf"(\d+) {word}", output) for word in ("passed", "skipped")}
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    left = max(1, int(session.deadline - time.monotonic()))
+    command = ["timeout", "--signal=INT", "--kill-after=20", str(left), sys.executable, "-m", "pytest"]
+    command += ["-q", "-rfE", "--tb=line", "-m", "gpu", path]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    counts = {word: re.search(rf"(\d+) {word}", done.stdout) for word in ("passed", "skipped")}
     found = {word: int(count[1]) if count else 0 for word, count in counts.items()}
-    if not found["passed"] and not session.sizes.is_rehearsal:
-        failed.append(f"no test passed; the output ends:\n{output[-2000:]}")
-    return found | {"problems": failed}
-
-
-def main() -> None:
-    found = {}
-    for target in (TARGET, HYBRID_TARGET):
-        with serve("--model-path", target, env={"SGLANG_DFLASH_CPU_LAYERS": "0"}) as server:
-            found[target.name] = record_answers(server)
-    rows = [
-        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in found.items()
-    ]
-    ANSWERS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+    is_well = done.returncode == 0 and (found["passed"] or session.sizes.is_rehearsal)
+    problem = f"pytest ended with {done.returncode}; its output ends:\n{done.stdout[-2000:]}"
+    return found | {"problems": [] if is_well else [problem]}
 
 
 if __name__ == "__main__":
-    main()
+    with serve("--model-path", TARGET, env={"SGLANG_DFLASH_CPU_LAYERS": "0"}) as server:
+        ANSWERS.write_text("[\n" + ",\n".join(map(json.dumps, record_answers(server))) + "\n]\n")

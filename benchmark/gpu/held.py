@@ -7,7 +7,6 @@ call of the program finds the first and ends the second.
 
 import json
 import os
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from gpu.state import write
 from serving import ROOT, Server, free_port, importing, start_cold, stop
 
 FOLDER = SCRATCH / "held"
-HELD, MEASURED = FOLDER / "held.json", FOLDER / "measured.json"
+HELD, MEASURED = "held.json", "measured.json"  # in FOLDER
 
 
 @dataclass
@@ -26,23 +25,17 @@ class Adopted:
     """A server's process, maybe of another call of the program: what `serving` needs of a Popen."""
 
     pid: int
-    returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Return None while the process runs. Its exit status is unknown, and reported as 1."""
+        """Return None while the process runs, then 1: its exit status is unknown."""
         with suppress(OSError):
             if Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
                 return None
-        self.returncode = 1
         return 1
 
-    def wait(self, timeout: float = float("inf")) -> int:
-        end = time.monotonic() + timeout
+    def wait(self) -> None:
         while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a server", timeout)
             time.sleep(0.05)
-        return 1
 
 
 def hold(spec: ServerSpec) -> None:
@@ -58,43 +51,34 @@ def hold(spec: ServerSpec) -> None:
     command = ["-m", "sglang.launch_server", "--port", str(port), *spec.arguments]
     with open(_log(port), "wb") as out:
         process = start_cold(command, environment, out)
-    write(HELD, json.dumps({"command": spec.command(), "pid": process.pid, "port": port}))
+    write(FOLDER / HELD, json.dumps({"command": spec.command(), "pid": process.pid, "port": port}))
 
 
 def take(spec: ServerSpec) -> Server:
     """Release the server, which is started if it is not held; it is measured from now on."""
     hold(spec)
-    port, pid = (json.loads(HELD.read_text())[key] for key in ("port", "pid"))
-    os.replace(HELD, MEASURED)
-    _release(port).touch()
-    return Server(f"http://127.0.0.1:{port}", Adopted(pid), _log(port))
+    known = json.loads((FOLDER / HELD).read_text())
+    os.replace(FOLDER / HELD, FOLDER / MEASURED)
+    _release(known["port"]).touch()
+    return Server(f"http://127.0.0.1:{known['port']}", Adopted(known["pid"]), _log(known["port"]))
 
 
 def is_held(spec: ServerSpec) -> bool:
     """Return whether this server is held and alive."""
-    if not HELD.exists():
+    if not (FOLDER / HELD).exists():
         return False
-    known = json.loads(HELD.read_text())
+    known = json.loads((FOLDER / HELD).read_text())
     return known["command"] == spec.command() and Adopted(known["pid"]).poll() is None
-
-
-def is_dying(server: Server) -> bool:
-    """Return whether a server has ended, or does in two seconds: its requests fail a moment before."""
-    try:
-        server.process.wait(2.0)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
 
 
 def drop() -> None:
     """End the server that is held, if any."""
-    _end(HELD)
+    _end(FOLDER / HELD)
 
 
 def end_measured() -> None:
     """End the server that is measured, if any: of a killed call, or at a time limit."""
-    _end(MEASURED)
+    _end(FOLDER / MEASURED)
 
 
 def _end(record: Path) -> None:

@@ -2,11 +2,11 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from gpu.shapes import Pair
-from serving import ROOT, WHOLE_BLOCKS, dflash_arguments
+from serving import WHOLE_BLOCKS, dflash_arguments
+from shapes import Pair
 
 SCRATCH = Path("build/gpu")  # below the repository's root, where the servers run; ignored by git
 # A whole number, so that every block is kept alike: ratios do not depend on drawn lengths.
@@ -23,24 +23,32 @@ MIXED_LENGTHS = {"SGLANG_DFLASH_SIMULATE_ACC_LENS": "8.2,4.2,1.8,1.05"}
 # SGLang loads only the plugins this names, and no plugin is called "none".
 PLUGIN, NO_PLUGIN = {"SGLANG_PLUGINS": "dflash"}, {"SGLANG_PLUGINS": "none"}
 WAIT_UNDER_DRAFT = {"SGLANG_DFLASH_WAIT_UNDER_DRAFT": "1"}
-CPU_BACKEND, ADAPTIVE = "torch_native", "--speculative-adaptive"
+DEFAULT = "default"  # in the place of a backend: the server has no flags but the draft's
+ADAPTIVE = "--speculative-adaptive"
 
-# Names of settings, as they stand in the names of figures.
-NONE, BUILT_IN, OURS, WAIT = "no-speculation", "built-in", "ours", "ours-wait-under-draft"
-USELESS = "useless-draft"  # dummy weights, nothing is accepted: the least cost of speculation
-MIXED_WHOLE, MIXED_ADAPTIVE = "mixed-whole-blocks", "mixed-adaptive"
-# The environment of a setting, and its flags beside those of a draft.
+# Name of a setting in the names of figures -> its environment, and its flags beside those of a draft.
 SETTINGS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    NONE: (PLUGIN, ()),
-    BUILT_IN: (NO_PLUGIN | SIMULATION, ()),
-    OURS: (PLUGIN | SIMULATION, ()),
-    WAIT: (PLUGIN | SIMULATION | WAIT_UNDER_DRAFT, ()),
-    USELESS: (PLUGIN, (ADAPTIVE,)),
-    MIXED_WHOLE: (PLUGIN | MIXED_LENGTHS, ()),
-    MIXED_ADAPTIVE: (PLUGIN | MIXED_LENGTHS, (ADAPTIVE,)),
+    "no-speculation": (PLUGIN, ()),
+    "built-in": (NO_PLUGIN | SIMULATION, ()),
+    "ours": (PLUGIN | SIMULATION, ()),
+    "ours-wait-under-draft": (PLUGIN | SIMULATION | WAIT_UNDER_DRAFT, ()),
+    "useless-draft": (PLUGIN, (ADAPTIVE,)),  # dummy weights: nothing is accepted
+    "mixed-whole-blocks": (PLUGIN | MIXED_LENGTHS, ()),
+    "mixed-adaptive": (PLUGIN | MIXED_LENGTHS, (ADAPTIVE,)),
 }
-# Tokens of a bundled server's request, so short that answers run into the limit.
+# The same limits for all settings of a shape. Every request of every load fits, so none is retracted: 96
+# requests, a quarter of which reach 4,000 tokens, and the slots that they reserve ahead. Prefill graphs would
+# only lengthen the start. Greedy requests need no FlashInfer sampler, which would be compiled.
+SHAPE_LIMITS = (
+    "--dtype bfloat16 --sampling-backend pytorch --mem-fraction-static 0.85 --max-total-tokens 240000 "
+    "--schedule-conservativeness 0.3 --disable-prefill-cuda-graph --skip-server-warmup"
+)
+# Of bundled pairs, which start soon. The context is so short that answers run into its end.
 CONTEXT_LENGTH = 256
+BUNDLED_LIMITS = (
+    "--mem-fraction-static 0.6 --max-total-tokens 65536 --max-running-requests 16 "
+    f"--context-length {CONTEXT_LENGTH} --disable-prefill-cuda-graph --cuda-graph-max-bs-decode 16"
+)
 
 
 @dataclass(frozen=True)
@@ -55,71 +63,62 @@ class ServerSpec:
         drafts = "--speculative-algorithm" in self.arguments
         return drafts and self.environment.get("SGLANG_PLUGINS", "dflash") == "dflash"
 
-    def models(self) -> list[str]:
-        """Return the bundled models that the server reads, as paths from the repository's root."""
-        return [word for word in self.arguments if word.startswith("models/")]
-
     def command(self) -> str:
-        variables = [f"{name}={value}" for name, value in self.environment.items() if value]
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
         return " ".join([*variables, "python", "-m", "sglang.launch_server", shlex.join(self.arguments)])
 
 
-def shape_server(pair: Pair, setting: str, backend: str | None, loads: Sequence[int]) -> ServerSpec:
-    """Describe a server with dummy weights in a real model's shape.
+def server(
+    target: str,
+    draft: str | None,
+    backend: str,
+    limits: str,
+    environment: dict[str, str],
+    flags: Sequence[str] = (),
+) -> ServerSpec:
+    """Describe a server.
 
     Args:
-        pair: The shape, whose files are in SCRATCH.
-        setting: A key of SETTINGS.
-        backend: Of attention. None: every other flag has its default, too.
-        loads: Numbers of requests, which get decode graphs.
+        target: The target's path, with more arguments, as a shell would read them.
+        draft: The draft's path. None: no speculation.
+        backend: Of attention. DEFAULT: without `limits`.
+        limits: Arguments.
+        environment: Beside the program's.
+        flags: Those of a draft, beside its path.
     """
-    folder, (environment, flags) = SCRATCH / pair.name, SETTINGS[setting]
-    arguments = ["--model-path", str(folder / "target"), "--load-format", "dummy", "--skip-tokenizer-init"]
-    if backend is not None:
-        # The same limits for all settings: every request of every load fits, so none is retracted. Prefill
-        # graphs would only lengthen the start. Greedy requests need no FlashInfer sampler, which would be
-        # compiled.
-        arguments += ["--dtype", "bfloat16", "--attention-backend", backend, *pair.limits(max(loads))]
-        arguments += ["--disable-prefill-cuda-graph", "--skip-server-warmup", "--sampling-backend", "pytorch"]
-        arguments += ["--cuda-graph-bs-decode", *map(str, sorted(loads))]
-    if setting != NONE:
-        arguments += draft_arguments(folder / "draft", backend, environment, flags)
-    return ServerSpec(tuple(arguments), on_backend(environment, backend))
+    arguments = ["--model-path", *target.split()]
+    if backend != DEFAULT:
+        arguments += ["--attention-backend", backend, *limits.split()]
+    if draft is not None:
+        arguments += dflash_arguments(draft)
+        if backend != DEFAULT:  # a draft on FA3 needs no lengths on the host
+            waits = WAIT_UNDER_DRAFT.items() <= environment.items()
+            arguments += ["--speculative-draft-attention-backend", "fa3" if waits else backend]
+        arguments += flags
+    return ServerSpec(tuple(arguments), environment)
 
 
-def bundled_server(
-    target: Path, draft: Path, backend: str | None, environment: dict[str, str], *flags: str
-) -> ServerSpec:
-    """Describe a small server of a bundled pair that starts soon. backend None: as a user starts it."""
-    arguments = ["--model-path", from_root(target)]
-    if backend is not None:
-        arguments += ["--attention-backend", backend, "--mem-fraction-static", "0.6"]
-        arguments += ["--max-total-tokens", "65536", "--max-running-requests", "16"]
-        arguments += ["--context-length", str(CONTEXT_LENGTH), "--cuda-graph-max-bs-decode", "16"]
-        arguments += ["--disable-prefill-cuda-graph"]
-    arguments += draft_arguments(from_root(draft), backend, environment, flags)
-    return ServerSpec(tuple(arguments), on_backend(environment, backend))
+def on_cpu(spec: ServerSpec) -> ServerSpec:
+    """Return the server of a rehearsal: ours, which chooses attention itself, for what only a GPU has."""
+    environment = {name: value for name, value in spec.environment.items() if name not in WAIT_UNDER_DRAFT}
+    arguments = list(spec.arguments)
+    for flag in ("--attention-backend", "--speculative-draft-attention-backend"):
+        if flag in arguments:
+            at = arguments.index(flag)
+            del arguments[at : at + 2]
+    if "--max-total-tokens" in arguments:
+        arguments += ["--max-total-tokens", "8192"]  # the last one counts
+    if "--speculative-algorithm" in arguments and ADAPTIVE not in arguments:
+        arguments.append(WHOLE_BLOCKS)
+    return ServerSpec(tuple(arguments), environment | PLUGIN)
 
 
-def draft_arguments(
-    draft: str | Path, backend: str | None, environment: dict[str, str], flags: Sequence[str]
-) -> list[str]:
-    if backend is None:
-        return [*dflash_arguments(draft), *flags]
-    if backend == CPU_BACKEND:  # the plugin refuses a choice of backend there, and adapts widths by default
-        return [*dflash_arguments(draft), *(() if ADAPTIVE in flags else (WHOLE_BLOCKS,)), *flags]
-    # A draft on FA3 needs no lengths on the host.
-    of_draft = "fa3" if WAIT_UNDER_DRAFT.items() <= environment.items() else backend
-    return [*dflash_arguments(draft), "--speculative-draft-attention-backend", of_draft, *flags]
+def shrunk(pair: Pair) -> Pair:
+    """Return a pair of the same kind that a CPU runs: narrow, few layers.
 
-
-def on_backend(environment: dict[str, str], backend: str | None) -> dict[str, str]:
-    """Return the environment of a setting. On a CPU ours stands in for what only a GPU has."""
-    if backend != CPU_BACKEND:
-        return environment
-    left = {name: value for name, value in environment.items() if name not in WAIT_UNDER_DRAFT}
-    return left | (PLUGIN if "SGLANG_PLUGINS" in left else {})
-
-
-def from_root(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+    Vocabulary, block and config fields stay, so that requests and checks are the same.
+    """
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    target = replace(pair.target, **small, num_hidden_layers=4, head_dim=32)
+    draft = replace(pair.draft, **small, num_hidden_layers=1, head_dim=32)
+    return replace(pair, target=target, draft=draft, target_layer_ids=(1, 2))

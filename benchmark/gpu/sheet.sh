@@ -74,7 +74,7 @@ case "${1:-}" in
     measure)
         enter
         from=(); [ ! -f .gpu/figures.tar.xz ] || from=(--from .gpu/figures.tar.xz)
-        exec python3 benchmark/gpu/run.py --minutes "${2:-9}" --hold --bring "$OUT" "${from[@]}"
+        exec python3 benchmark/gpu/run.py --minutes "${2:-9}" --hold --out "$OUT" "${from[@]}"
         ;;
     save) exec python3 benchmark/gpu/caches.py save "$OUT" ;;
     *) sed -n '2,10p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;

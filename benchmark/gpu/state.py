@@ -15,7 +15,6 @@ from pathlib import Path
 from serving import ROOT
 
 PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
-MOST_BROUGHT = 15 << 20  # bytes of an archive of figures
 
 
 class Figures:
@@ -24,21 +23,16 @@ class Figures:
     Args:
         folder: Of the figures of all machines. Those of a machine and its versions have a folder in it.
         setting: {"machine", "versions"}, equal for all figures.
-        bring: Where `figures.tar.xz` and `page.md` are written anew after each figure. None: nowhere.
-
-    Attributes:
-        folder: Of this machine.
+        out: Folder that gets `page.md` and all figures, as `figures.tar.xz`.
     """
 
-    def __init__(self, folder: Path, setting: dict, bring: Path | None = None):
+    def __init__(self, folder: Path, setting: dict, out: Path):
         name = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()[:8]
-        self.folder, self.setting, self._bring = folder / name, setting, bring
-        if folder.is_dir() and (others := [each.name for each in folder.iterdir() if each.name != name]):
-            print(f"{folder} has figures of other machines or versions too: {', '.join(others)}", flush=True)
-        write(self.folder / "setting.json", json.dumps(setting, indent=1))
+        self._folder, self.setting, self._out = folder / name, setting, out
+        write(self._folder / "setting.json", json.dumps(setting, indent=1))
         self._source = source_fingerprint()
         self.records: dict[str, dict] = {}
-        for file in (self.folder / "figures").rglob("*.json"):
+        for file in (self._folder / "figures").rglob("*.json"):
             record = json.loads(file.read_text())
             self.records[record["name"]] = record
 
@@ -48,45 +42,23 @@ class Figures:
         Raises ValueError if its machine or versions are others.
         """
         with tarfile.open(archive) as packed:
-            files = {file.name: packed.extractfile(file).read() for file in packed if file.isfile()}
-        setting = json.loads(files.pop("setting.json"))
-        if setting != self.setting:
-            theirs, ours = (
-                ", ".join([s["machine"], *(f"{name} {number}" for name, number in s["versions"].items())])
-                for s in (setting, self.setting)
-            )
-            raise ValueError(
-                f"{archive.name} is of {theirs}; this is {ours}: figures of both share no folder and no ratio"
-            )
-        for name, content in files.items():
-            if name.startswith("traces/"):
-                write(self.folder / "traces" / Path(name).name, content)
-            elif name.endswith(".json"):
-                record = json.loads(content)
-                if record["name"] not in self.records or self.has_failed(record["name"]):
-                    self._store(record)
+            files = {file.name: json.load(packed.extractfile(file)) for file in packed if file.isfile()}
+        if (theirs := files.pop("setting.json")) != self.setting:
+            who = [f"{each['machine']} with {listed(each['versions'])}" for each in (theirs, self.setting)]
+            both = f"{archive.name} is of {who[0]}; this is {who[1]}"
+            raise ValueError(f"{both}: figures of both share no folder and no ratio")
+        for record in files.values():
+            if record["name"] not in self.records or self.has_failed(record["name"]):
+                self._store(record)
 
     def bring(self, page: str) -> None:
-        """Write the page, and where files are collected the page and all figures, each as a whole.
-
-        Traces come along while the archive stays below MOST_BROUGHT bytes.
-        """
-        write(self.folder / "page.md", page)
-        if self._bring is None:
-            return
-        write(self._bring / "page.md", page)
-        traces = sorted((self.folder / "traces").glob("*.gz"))
-        while len(data := self._packed(traces)) > MOST_BROUGHT and traces:
-            traces.pop()
-        write(self._bring / "figures.tar.xz", data)
-
-    def _packed(self, traces: list[Path]) -> bytes:
+        """Write the page, and pack all figures, each file as a whole."""
         archive = io.BytesIO()
-        with tarfile.open(fileobj=archive, mode="w:xz", preset=1) as out:
-            for name in ("setting.json", "figures", *(f"traces/{trace.name}" for trace in traces)):
-                if (self.folder / name).exists():
-                    out.add(self.folder / name, name)
-        return archive.getvalue()
+        with tarfile.open(fileobj=archive, mode="w:xz", preset=1) as packed:
+            for file in sorted(self._folder.rglob("*.json")):
+                packed.add(file, file.relative_to(self._folder))
+        write(self._out / "figures.tar.xz", archive.getvalue())
+        write(self._out / "page.md", page)
 
     def keep(self, name: str, outcome: dict, seconds: float, command: str | None) -> list[str]:
         """Write a figure at once, but no error over a result. Returns the outcome's problems.
@@ -112,11 +84,11 @@ class Figures:
 
     def _store(self, record: dict) -> None:
         self.records[record["name"]] = record
-        write(self.folder / "figures" / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
+        write(self._folder / "figures" / f"{record['name']}.json", json.dumps(record, indent=1) + "\n")
 
 
 def problems_of(record: dict) -> list[str]:
-    return [record["error"]] if "error" in record else record["result"].get("problems", [])
+    return [record["error"]] if "error" in record else record["result"]["problems"]
 
 
 def write(file: Path, content: str | bytes) -> None:
@@ -127,15 +99,19 @@ def write(file: Path, content: str | bytes) -> None:
     os.replace(partial, file)
 
 
+def listed(numbers: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in numbers.items())
+
+
 def without_folders(text: str) -> str:
     """Cut absolute paths in `text` to file names, as a machine's folders are private."""
     return re.sub(r"(?<![\w.:/])/(?:[\w.@+-]+/)+", "", text)
 
 
 def source_fingerprint() -> str:
-    """Hash the plugin's source and this program's. A machine with a copy of the tree has no git history."""
+    """Hash the plugin's source and the benchmarks'. A copy of the tree has no git history."""
     digest = hashlib.sha256()
-    for file in sorted([*(ROOT / "python").rglob("*.py"), *(ROOT / "benchmark" / "gpu").rglob("*.py")]):
+    for file in sorted(file for room in ("python", "benchmark") for file in (ROOT / room).rglob("*.py")):
         digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from gpu.shapes import QWEN3_8_27B
+from shapes import QWEN3_8_27B
 from support.published_shape import write
 from support.servers import run_to_end
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.shapes import QWEN3_8_27B
 from serving import HYBRID_DFLASH2_DRAFT, HYBRID_DRAFT, HYBRID_TARGET, dflash_arguments, heldout_prompts
+from shapes import QWEN3_8_27B
 from support.families import copy_with_long_memory
 from support.parity import assert_same
 from support.rehearsal.compare import (

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from gpu.shapes import QWEN3_8_27B
+from shapes import QWEN3_8_27B
 from support.engine import start
 
 # As published; without its features of inner layers.

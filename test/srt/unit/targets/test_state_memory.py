@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from gpu.shapes import QWEN3_8_27B
+from shapes import QWEN3_8_27B
 from state_memory import REPLAY, Server, sizes
 
 from sglang_dflash.srt.speculative.targets import recurrent

@@ -14,22 +14,22 @@ from types import SimpleNamespace
 
 import pytest
 import serving
-from gpu import caches, checks, held, measure, page, parts, run, servers, state
-from gpu.measure import GPU_SIZES, REHEARSAL_SIZES
-from gpu.parts import FIRST, Part, Step, list_of_parts
-from gpu.servers import BUILT_IN, MIXED_ADAPTIVE, MIXED_WHOLE, NONE, OURS, USELESS, WAIT, ServerSpec
-from gpu.shapes import PAIRS
+from gpu import caches, checks, held, measure, page, run, servers, state
+from gpu.measure import GPU_SIZES
+from gpu.parts import Part, Step, list_of_parts, rehearsed
+from gpu.servers import ServerSpec
 from serving import ROOT
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
+from shapes import QWEN3_06B, QWEN3_4B, QWEN3_8B
 
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.arg_groups.support import suited_backends
 from sglang_dflash.srt.environ import DFlashOptions
 
 SETTING = {"machine": "a GPU", "versions": {"sglang": "0"}}
-EVERY = {part.name: part for part in list_of_parts(GPU_SIZES)}
+EVERY = {part.name: part for part in list_of_parts()}
 FA3 = "speed/fa3/qwen3-8b"
 
 
@@ -66,58 +66,59 @@ def problems_of(spec: ServerSpec) -> list[str]:
 def test_sglang_takes_every_command(tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "SCRATCH", tmp_path)
     monkeypatch.chdir(ROOT)
-    for pair in PAIRS:
+    for pair in (QWEN3_8B, QWEN3_4B, QWEN3_06B):
         pair.write(tmp_path / pair.name)
-    for part in list_of_parts(GPU_SIZES):
-        if part.spec:
-            assert problems_of(part.spec) == [], part.spec.command()
-    good = EVERY["smoke/own-lengths-hybrid"].spec
+    for part in list_of_parts():
+        for spec in (part.spec, rehearsed(part).spec):
+            assert spec is None or problems_of(spec) == [], spec.command()
+    good = EVERY["smoke/peagle"].spec
     misspelt = dataclasses.replace(good, arguments=(*good.arguments, "--attention-back", "triton"))
     assert "--attention-back" in problems_of(misspelt)[0]
     assert problems_of(dataclasses.replace(good, environment={"SGLANG_SIMULATE_ACCEPTS": "6.5"}))
 
 
 def test_servers_differ_only_in_what_is_compared():
-    names = (OURS, BUILT_IN, NONE, USELESS, MIXED_WHOLE, MIXED_ADAPTIVE)
-    ours, built_in, none, useless, whole, adaptive = (EVERY[f"{FA3}/{name}"].spec for name in names)
+    ours, built_in, none, whole, adaptive = (
+        EVERY[f"{FA3}/{name}"].spec
+        for name in ("ours", "built-in", "no-speculation", "mixed-whole-blocks", "mixed-adaptive")
+    )
     assert ours.arguments == built_in.arguments and set(none.arguments) < set(ours.arguments)
     assert ours.environment | {"SGLANG_PLUGINS": "none"} == built_in.environment
-    assert none.environment == useless.environment == {"SGLANG_PLUGINS": "dflash"}
     assert (*whole.arguments, "--speculative-adaptive") == adaptive.arguments
     assert whole.environment == adaptive.environment
-    default, wait = (EVERY[f"speed/flashinfer/qwen3-8b/{name}"].spec for name in (OURS, WAIT))
+    names = ("ours", "ours-wait-under-draft")
+    default, wait = (EVERY[f"speed/flashinfer/qwen3-8b/{name}"].spec for name in names)
     assert default.environment | servers.WAIT_UNDER_DRAFT == wait.environment
     assert (*default.arguments[:-1], "fa3") == wait.arguments  # whose draft needs no lengths on the host
 
 
-def test_parts_say_what_a_rehearsal_and_a_log_say():
-    rehearsed = [part.figures() for part in list_of_parts(REHEARSAL_SIZES)]
-    assert [part.figures() for part in EVERY.values()] == rehearsed
+def test_our_worker_is_known_by_its_line_in_the_log():
     product = "".join(file.read_text() for file in (ROOT / "python").rglob("*.py"))
-    for line in {line for part in EVERY.values() for line in part.says}:
-        assert line in product or line == "prefill CUDA graph end", line
     assert f'"{measure.OUR_WORKER}%s: ' in product
-    assert GPU_SIZES.mixed_tokens > 1.5 * 4010  # the fastest request's when its window ended
 
 
-CALLS = {9: f"speed/flashinfer/qwen3-8b/{WAIT}", 18: f"{FA3}/{USELESS}", 23: "tests/host-transfers"}
+CALLS = {9: "speed/flashinfer/qwen3-8b/ours-wait-under-draft", 18: f"{FA3}/useless-draft"}
+CALLS |= {23: "tests/host-transfers"}
 
 
 @pytest.mark.parametrize("minutes", CALLS)
 def test_a_call_takes_parts_in_the_order_of_need(minutes):
     """All parts up to the last one of the sheet fit, what a machine compiles first included."""
-    names, taken = list(EVERY), [part.name for part, _ in parts.schedule([*EVERY.values()], 60 * minutes)]
+    names, listed = list(EVERY), run.table([*EVERY.values()], 60 * minutes, frozenset()).splitlines()
     wanted = names[: names.index(CALLS[minutes]) + 1]
-    assert taken[: len(wanted)] == wanted and names[2] == "smoke/flashinfer"
-    default = EVERY["smoke/default-flags"]
-    assert default.seconds() > 180 > default.seconds(compiled=frozenset({"sampler"}))
+    assert [line.split()[-1] for line in listed[1:]][: len(wanted)] == wanted
+    assert names[2] == "smoke/flashinfer"
+    default, sampler = EVERY["smoke/default-flags"], frozenset({"sampler"})
+    assert default.seconds(default.steps, False, frozenset()) > 180
+    assert default.seconds(default.steps, False, sampler) < 180
 
 
 def test_the_table_of_defaults_has_the_bars():
     table = (ROOT / "benchmark/gpu/README.md").read_text()
     for bar in page.BARS:
+        assert {bar.setting, bar.other} <= servers.SETTINGS.keys()
         said = re.search(rf"`{bar.setting} / {bar.other}`([^`|]*)", table)
-        assert not bar.least or f"{bar.least}" in said[1], bar
+        assert f"{bar.least}" in said[1], bar
 
 
 # -- figures
@@ -133,10 +134,10 @@ def call(folder, figures: dict[str, bool], source: str = "source") -> list[str]:
             raise RuntimeError("no /opt/some/where/lib.so")
         return {"problems": []}
 
-    every = [Part(name, (Step("step", 0.1, partial(work, name)),)) for name in figures]
-    state_of_run = state.Figures(folder, SETTING)
-    state_of_run._source = source
-    status = run.Run(every, GPU_SIZES, 60).go_on(state_of_run)
+    every = [Part(name, [Step(f"{name}/step", 0.1, partial(work, name))]) for name in figures]
+    known = state.Figures(folder, SETTING, folder / "out")
+    known._source = source
+    status = run.Run(every, known, GPU_SIZES, 60).go_on()
     assert status == (run.DONE if all(figures.values()) else run.FAILED)
     return called
 
@@ -144,7 +145,7 @@ def call(folder, figures: dict[str, bool], source: str = "source") -> list[str]:
 @pytest.mark.parametrize(
     "source, figures, tries",
     [
-        ("source", {"a": True, "fails": False, "b": True}, ["b", "fails"]),
+        ("source", {"a": True, "fails": False, "b": True}, ["b", "fails", "fails"]),
         ("source", {"a": True, "fails": True, "b": True}, ["b", "fails"]),
         ("mended", {"a": True, "fails": True, "b": True}, ["fails", "b"]),
     ],
@@ -152,7 +153,9 @@ def call(folder, figures: dict[str, bool], source: str = "source") -> list[str]:
 def test_a_later_call_tries_what_is_missing_then_what_failed(tmp_path, source, figures, tries):
     assert call(tmp_path, {"a": True, "fails": False}) == ["a", "fails", "fails"]
     assert call(tmp_path, figures, source) == tries
-    assert sorted(state.Figures(tmp_path, SETTING).records) == sorted(f"{name}/step" for name in figures)
+    assert sorted(state.Figures(tmp_path, SETTING, tmp_path / "out").records) == sorted(
+        f"{name}/step" for name in figures
+    )
 
 
 ENDLESS = """
@@ -163,11 +166,12 @@ from gpu import run, state
 from gpu.measure import GPU_SIZES
 from gpu.parts import Part, Step
 step = lambda session: {{"problems": [], "padding": "x" * 1000}}
-every = [Part(f"part-{{n}}", tuple(Step(f"s{{m}}", 0.1, step) for m in range(3))) for n in range({parts})]
+steps = lambda part: [Step(f"{{part}}/s{{m}}", 0.1, step) for m in range(3)]
+every = [Part(part, steps(part)) for part in (f"part-{{n}}" for n in range({parts}))]
 figures = state.Figures(Path({state!r}), {setting!r}, Path({back!r}))
 if Path({archive!r}).exists():
     figures.adopt(Path({archive!r}))
-run.Run(every, GPU_SIZES, 600).go_on(figures)
+run.Run(every, figures, GPU_SIZES, 600).go_on()
 """
 
 
@@ -186,15 +190,15 @@ def test_machines_that_are_killed_lose_no_figure(tmp_path):
         process.wait()
         taken = {line.partition(":")[0] for line in printed if ": done" in line}
         assert not taken & brought[-1], "measured twice"
-        figures = state.Figures(tmp_path / f"home-{turn}", SETTING)
+        figures = state.Figures(tmp_path / f"home-{turn}", SETTING, tmp_path)
         figures.adopt(place / "figures.tar.xz")
         # The last one may have been on its way.
         assert brought[-1] <= set(figures.records) and len(taken - set(figures.records)) <= 1
         brought.append(set(figures.records))
     assert len(brought[-1]) == 60
     assert "# DFLASH on a GPU" in (place / "page.md").read_text()
-    other = state.Figures(tmp_path / "other", SETTING | {"machine": "another GPU"})
-    with pytest.raises(ValueError, match="is of a GPU, sglang 0; this is another GPU, sglang 0"):
+    other = state.Figures(tmp_path / "other", SETTING | {"machine": "another GPU"}, tmp_path)
+    with pytest.raises(ValueError, match="is of a GPU with sglang 0; this is another GPU with sglang 0"):
         other.adopt(place / "figures.tar.xz")
 
 
@@ -219,16 +223,16 @@ def test_a_server_that_dies_leaves_its_last_lines_and_the_next_part_goes_on(tmp_
     script = MORTAL.format(worker=measure.OUR_WORKER)
     start = serving.start_cold
     monkeypatch.setattr(held, "start_cold", lambda command, *rest: start(["-c", script, *command[2:]], *rest))
-    for name in ("FOLDER", "HELD", "MEASURED"):
-        monkeypatch.setattr(held, name, tmp_path / getattr(held, name).name)
+    monkeypatch.setattr(held, "FOLDER", tmp_path / "held")
     spec = ServerSpec(("--speculative-algorithm", "DFLASH"))
-    late = Step("answers", 0.0, lambda session: {})
-    every = [Part("dies", (FIRST, late), spec), Part("next", (late,))]
+    first = Step("dies/start", 0.0, measure.first_request)
+    late, other = (Step(name, 0.0, lambda session: {"problems": []}) for name in ("dies/late", "next/other"))
     figures = state.Figures(tmp_path / "state", SETTING, tmp_path)
-    run.Run(every, GPU_SIZES, 60).go_on(figures)
-    assert not figures.has_failed("next/answers") and figures.has_failed("dies/answers")
+    every = [Part("dies", [first, late], spec, 20), Part("next", [other])]
+    run.Run(every, figures, GPU_SIZES, 60).go_on()
+    assert not figures.has_failed("next/other") and figures.has_failed("dies/late")
     assert "CUDA error: an illegal memory access" in (tmp_path / "page.md").read_text()
-    assert not held.MEASURED.exists() and not held.HELD.exists()
+    assert not [*held.FOLDER.glob("*.json")]
 
 
 def test_a_server_has_ended_when_its_children_have():
@@ -314,50 +318,39 @@ def test_caches_leave_object_files_out(tmp_path):
 # -- arithmetic
 
 
-def answers(
-    rng: random.Random, requests: int = 1, kept: float = 7, ms: float = 8.5, starts: float = 0.0
-) -> list[SimpleNamespace]:
-    """Simulate streams of like requests: a cycle's time varies by 1 %, a chunk comes 0.5 ms late or early.
+def answers(rng: random.Random, kept: float = 7, ms: float = 8.5) -> SimpleNamespace:
+    """Simulate a stream: a cycle's time varies by 1 %, a chunk comes 0.5 ms late or early.
 
-    kept: tokens of a block, drawn between its two neighbours. starts: seconds between two requests.
+    kept: tokens of a block, drawn between its two neighbours.
     """
     tokens, moments = [1], [0.3]
-    while tokens[-1] < GPU_SIZES.marks[-1] + GPU_SIZES.tail:
+    while moments[-1] < 7:
         tokens.append(tokens[-1] + int(kept) + (rng.random() < kept % 1))
         moments.append(moments[-1] + 1e-3 * ms * rng.gauss(1, 0.01))
-    found = []
-    for number in range(requests):
-        came = [n for n in range(len(tokens)) if n == len(tokens) - 1 or not n % 5]
-        times = [moments[n] + starts * number + rng.gauss(0, 0.5e-3) for n in came]
-        end = {"spec_verify_ct": len(tokens) - 1}
-        found.append(SimpleNamespace(tokens=[tokens[n] for n in came], times=times, end=end, error=""))
-    return found
+    came = range(0, len(tokens), 5)
+    times = [moments[n] + rng.gauss(0, 0.5e-3) for n in came]
+    end = {"spec_verify_ct": came[-1]}
+    return SimpleNamespace(tokens=[tokens[n] for n in came], times=times, end=end)
 
 
-@pytest.mark.parametrize("ms", [3.5, 8.5])
-@pytest.mark.parametrize("kept, is_quiet", [(7, True), (6.5, False)])
-def test_the_spread_of_a_ratio_of_equal_servers(kept, is_quiet, ms):
+@pytest.mark.parametrize("kept, ms, is_quiet", [(7, 3.5, True), (7, 8.5, True), (6.5, 8.5, False)])
+def test_the_spread_of_a_ratio_of_equal_servers(kept, ms, is_quiet):
     """Below 0.3 % where every block is kept alike; drawn lengths are a lottery."""
-    rng = random.Random(0)
-
-    def speed() -> float:
-        return measure.between_marks(answers(rng, kept=kept, ms=ms), GPU_SIZES.marks)["tokens_per_second"]
-
-    spread = statistics.stdev(speed() / speed() for _ in range(200))
+    rng, found = random.Random(0), []
+    for _ in range(400):
+        found.append(measure.rates([answers(rng, kept, ms)], 2.0, 2.0 + GPU_SIZES.window))
+    speeds = [each["tokens_per_second"] for each in found]
+    spread = statistics.stdev(one / other for one, other in zip(speeds[::2], speeds[1::2]))
+    print(f"{kept} tokens, {ms} ms: {spread:.2%}")
     assert (spread < 0.003) == is_quiet, spread
+    assert statistics.mean(speeds) == pytest.approx(1e3 * kept / ms, rel=0.002)
+    assert statistics.mean(each["cycle_ms"] for each in found) == pytest.approx(ms, rel=0.002)
 
 
-def test_windows_leave_out_prefill_starts_and_ends():
-    found = measure.between_marks(answers(random.Random(0), requests=3, starts=0.05), GPU_SIZES.marks)
-    assert found["cycle_ms"] == pytest.approx(8.5, rel=0.01)
-    assert found["tokens_per_second"] == pytest.approx(3 * 7 / 8.5e-3, rel=0.01)
-    assert found["tokens_per_block"] == pytest.approx(7, abs=0.01)
-    late = answers(random.Random(0), requests=2, starts=2.0)  # the second waits for the first
-    with pytest.raises(RuntimeError, match="ran at once"):
-        measure.between_marks(late, GPU_SIZES.marks)
-    late[0].end = None
-    with pytest.raises(RuntimeError, match="1 of 2 answers"):
-        measure.between_marks(late, GPU_SIZES.marks)
+def test_a_request_that_ends_inside_the_window_is_an_error():
+    streams = [SimpleNamespace(is_alive=lambda: True, error=""), SimpleNamespace(is_alive=bool, error="why")]
+    with pytest.raises(RuntimeError, match="1 of 2 requests ended too early. why"):
+        measure.until(streams, lambda stream: False)
 
 
 def test_a_difference_is_reported_with_the_targets_gap():
@@ -395,14 +388,15 @@ def test_sampled_answers_are_held_against_the_targets_distribution(name):
 
 
 def test_ratios_have_their_bars():
-    speeds = {f"fa3/qwen3-8b/{OURS}/load-1": 760, f"fa3/qwen3-8b/{BUILT_IN}/load-1": 752}
-    speeds |= {f"fa3/qwen3-0.6b/{OURS}/load-1": 760, f"fa3/qwen3-0.6b/{BUILT_IN}/load-1": 752}
-    speeds |= {f"fa3/qwen3-8b/{USELESS}/load-48": 140, f"fa3/qwen3-8b/{NONE}/load-48": 150}
-    speeds |= {f"fa3/qwen3-8b/{OURS}/load-48": 140}
-    records = {f"speed/{name}": {"result": {"tokens_per_second": speed}} for name, speed in speeds.items()}
+    speeds = {"fa3/qwen3-8b/ours/load-1": 760, "fa3/qwen3-8b/built-in/load-1": 752}
+    speeds |= {"fa3/qwen3-0.6b/ours/load-1": 760, "fa3/qwen3-0.6b/built-in/load-1": 752}
+    speeds |= {"fa3/qwen3-8b/useless-draft/load-48": 140, "fa3/qwen3-8b/no-speculation/load-48": 150}
+    results = {f"speed/{name}": {"tokens_per_second": each, "problems": []} for name, each in speeds.items()}
+    records = {name: {"result": result} for name, result in results.items()}
+    records["speed/fa3/qwen3-8b/ours/load-48"] = {"result": {"tokens_per_second": 1, "problems": ["wrong"]}}
+    records["speed/fa3/qwen3-8b/built-in/load-48"] = {"error": "no server"}
     assert page.ratios(records) == [
-        f"fa3/qwen3-8b load-1: {OURS} / {BUILT_IN} 1.011, wanted 1.0",
-        f"fa3/qwen3-0.6b load-1: {OURS} / {BUILT_IN} 1.011, wanted 1.3: MISSED",
-        f"fa3/qwen3-8b load-48: {USELESS} / {NONE} 0.933, wanted 0.95: MISSED",
-        f"fa3/qwen3-8b load-48: {OURS} / {NONE} 0.933",
+        "fa3/qwen3-8b load-1: ours / built-in 1.011, wanted 1.0",
+        "fa3/qwen3-0.6b load-1: ours / built-in 1.011, wanted 1.3: MISSED",
+        "fa3/qwen3-8b load-48: useless-draft / no-speculation 0.933, wanted 0.95: MISSED",
     ]

@@ -35,19 +35,15 @@ class HybridModel(Model):
 
     @property
     def layer_types(self) -> list[str]:
-        period = self.full_attention_interval
-        return [
-            "linear_attention" if (layer + 1) % period else "full_attention"
-            for layer in range(self.num_hidden_layers)
-        ]
+        numbers = range(1, self.num_hidden_layers + 1)
+        return ["linear_attention" if n % self.full_attention_interval else "full_attention" for n in numbers]
 
 
 @dataclass(frozen=True)
 class Pair:
     """A target and its DFlash draft.
 
-    block_size counts the anchor. target_layer_ids are 0-based outputs. max_tokens: of its servers' KV pools.
-    memory: share of the GPU's, for weights and pools.
+    block_size counts the anchor. target_layer_ids are 0-based outputs.
     """
 
     name: str
@@ -58,33 +54,20 @@ class Pair:
     mask_token_id: int
     target_config: dict
     rope_theta: float
-    max_tokens: int
-    memory: float = 0.85
-    more_limits: tuple[str, ...] = ()
     draft_config: dict = field(default_factory=dict)
     dflash_config: dict = field(default_factory=dict)
-
-    def limits(self, requests: int) -> list[str]:
-        """Return a server's arguments under which `requests` run at once."""
-        limits = ["--max-running-requests", str(requests), "--max-total-tokens", str(self.max_tokens)]
-        # A request's longest answer is not reserved ahead: no load needs it.
-        limits += ["--mem-fraction-static", str(self.memory), "--schedule-conservativeness", "0.3"]
-        return [*limits, *self.more_limits]
 
     def write(self, folder: Path) -> None:
         """Write both config.json files, to `folder`/target and `folder`/draft."""
         common = {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False}
         common |= {"dtype": "bfloat16", "rope_theta": self.rope_theta, "rms_norm_eps": 1e-6}
+        dflash = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
         draft = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
             "block_size": self.block_size,
             "num_target_layers": self.target.num_hidden_layers,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": self.target_layer_ids,
-                **self.dflash_config,
-            },
+            "dflash_config": dflash | self.dflash_config,
             "layer_types": ["full_attention"] * self.draft.num_hidden_layers,
             "max_position_embeddings": self.target_config["max_position_embeddings"],
         }
@@ -95,23 +78,6 @@ class Pair:
         for name, config in (("target", target), ("draft", drafts)):
             (folder / name).mkdir(parents=True, exist_ok=True)
             (folder / name / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def shrunk(pair: Pair) -> Pair:
-    """Return a pair of the same kind that a CPU runs: narrow, few layers, few requests.
-
-    Vocabulary, block and config fields stay, so that requests and checks are the same.
-    """
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    target = replace(pair.target, **small, num_hidden_layers=4, head_dim=32)
-    if isinstance(target, HybridModel):
-        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-        target = replace(target, **heads, linear_key_head_dim=32, linear_value_head_dim=32)
-    draft = replace(pair.draft, **small, num_hidden_layers=1, head_dim=32)
-    changed = {"layer_types": ["sliding_attention"]} if "layer_types" in pair.draft_config else {}
-    config = pair.draft_config | changed
-    shape = replace(pair, target=target, draft=draft, target_layer_ids=(1, 2), draft_config=config)
-    return replace(shape, max_tokens=8192)
 
 
 # Qwen/Qwen3-8B and z-lab/Qwen3-8B-DFlash-b16.
@@ -128,8 +94,6 @@ QWEN3_8B = Pair(
         "max_position_embeddings": 40960,
     },
     rope_theta=1e6,
-    # 96 requests, of which a quarter reaches 4,000 tokens, and the slots that they reserve ahead.
-    max_tokens=240_000,
 )
 
 # Qwen/Qwen3-4B with z-lab/Qwen3-4B-DFlash-b16, and Qwen/Qwen3-0.6B with a draft of that kind. A GPU is done
@@ -148,9 +112,7 @@ QWEN3_06B = replace(
     target_layer_ids=(1, 7, 13, 19, 25),
 )
 
-# Qwen/Qwen3.8-27B, text only, and z-lab/Qwen3.8-27B-DFlash2. Weights are 53.8 and 3.8 GB in bfloat16. A
-# request's recurrent states and their copies while a block is verified are large: in bfloat16, 4 requests fit
-# beside the weights on 80 GB.
+# Qwen/Qwen3.8-27B, text only, and z-lab/Qwen3.8-27B-DFlash2: for tests and estimates without a GPU.
 QWEN3_8_27B = Pair(
     name="qwen3.8-27b",
     target=HybridModel(64, 5120, 17408, 24, 4, 256, 248320, 16, 48, 128, 128, 4, 4),
@@ -175,9 +137,6 @@ QWEN3_8_27B = Pair(
         },
     },
     rope_theta=1e7,
-    max_tokens=40_960,
-    memory=0.9,
-    more_limits=("--mamba-ssm-dtype", "bfloat16"),
     draft_config={
         "architectures": ["DFlash2DraftModel"],
         "layer_types": ["sliding_attention"] * 5,
@@ -187,5 +146,3 @@ QWEN3_8_27B = Pair(
     },
     dflash_config={"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
 )
-
-PAIRS = (QWEN3_8B, QWEN3_4B, QWEN3_06B, QWEN3_8_27B)
