@@ -9,8 +9,8 @@ import logging
 import os
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import read_config
-from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, layer_inputs, read_draft_file
+from sglang_dflash.srt.configs.checkpoint import read_config, read_file
+from sglang_dflash.srt.configs.draft_formats import is_flat_peagle, layer_inputs
 from sglang_dflash.srt.configs.speculators_format import is_served, speculators_type, verifier_of
 from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
@@ -97,7 +97,7 @@ def _resolve_peagle(server_args: Any, args: Any, config: dict[str, Any], is_peag
         if draft is None:
             raise ValueError("PEAGLE needs a draft: give --speculative-draft-model-path.")
         if not config:
-            read_draft_file(draft, args.speculative_draft_model_revision)  # says why
+            read_file(draft, args.speculative_draft_model_revision)  # says why
             raise ValueError(f"--speculative-draft-model-path {draft!r}: no config.json there.")
         raise ValueError(
             f"--speculative-algorithm PEAGLE, but {draft!r} is no P-EAGLE checkpoint: its "

@@ -26,9 +26,9 @@ from sglang_dflash.srt.arg_groups.support import (
     find_unsupported,
     flag_of,
 )
-from sglang_dflash.srt.configs.checkpoint import read_config, read_mask_embedding, tensors_of
+from sglang_dflash.srt.configs.checkpoint import read_config, read_file, read_mask_embedding, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_formats import check_draft_config, read_draft_file
+from sglang_dflash.srt.configs.draft_formats import check_draft_config
 from sglang_dflash.srt.configs.draft_kinds import (
     check_draft_fits_target,
     differences,
@@ -88,7 +88,7 @@ def prepare(server_args: Any) -> Configs | None:
     _check_draft_is_there(checkpoint)
     if target := read_config(args.model_path, args.revision):
         find_capture_method(target.get("architectures"))
-    config = read_draft_file(checkpoint, args.speculative_draft_model_revision)
+    config = read_file(checkpoint, args.speculative_draft_model_revision)
     if fall_back(server_args, find_unsupported(server_args, config)):
         return None
     # Without a config.json SGLang has other formats, or reports it.

@@ -69,12 +69,22 @@ def read_object(path: str) -> dict[str, Any]:
     return value
 
 
-def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] | None:
-    """Read a checkpoint's config.json, or None if it cannot be read, which others report."""
-    path = None if checkpoint is None else find_file(checkpoint, revision)
+def read_file(
+    checkpoint: str, revision: str | None = None, name: str = "config.json"
+) -> dict[str, Any] | None:
+    """Read a draft's file of JSON; None without it. Raises DraftConfigError for a bad one."""
+    path = find_file(checkpoint, revision, name)
     try:
         return None if path is None else read_object(path)
-    except ValueError:
+    except ValueError as error:
+        raise DraftConfigError(checkpoint, [str(error)]) from error
+
+
+def read_config(checkpoint: str | None, revision: str | None) -> dict[str, Any] | None:
+    """Read a checkpoint's config.json, or None if it cannot be read, which others report."""
+    try:
+        return None if checkpoint is None else read_file(checkpoint, revision)
+    except DraftConfigError:
         return None
 
 

@@ -8,7 +8,7 @@ token in its config. Sources: AWS's reader for Neuron (gpt-oss), NeMo AutoModel'
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_dflash.srt.configs.checkpoint import find_file, read_object, tensor_shapes
+from sglang_dflash.srt.configs.checkpoint import tensor_shapes
 from sglang_dflash.srt.configs.draft_config import NESTED_ONLY, DFlashDraftConfig, names_sliding_layers
 from sglang_dflash.srt.configs.draft_kinds import (
     DEFAULT_DEPTH,
@@ -22,7 +22,6 @@ from sglang_dflash.srt.configs.draft_kinds import (
 )
 from sglang_dflash.srt.configs.fields import (
     ROPES,
-    DraftConfigError,
     Fields,
     as_object,
     assumed_values,
@@ -294,15 +293,6 @@ def _mask_token(fields: Fields) -> int | None:
     elif not found and not fields.problems:
         fields.fault("mask_token_id", "is missing")
     return next(iter(found.values()), None)
-
-
-def read_draft_file(checkpoint: str, revision: str | None = None) -> dict[str, Any] | None:
-    """Return a draft's config.json, or None. Raises DraftConfigError if it is no JSON."""
-    path = find_file(checkpoint, revision)
-    try:
-        return None if path is None else read_object(path)
-    except ValueError as error:
-        raise DraftConfigError(checkpoint, [str(error)]) from error
 
 
 def check_draft_config(config: Mapping[str, Any], checkpoint: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sglang_dflash.srt.configs.checkpoint import FLOATS, find_file, read_object
+from sglang_dflash.srt.configs.checkpoint import FLOATS, read_file
 from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, short_repr
 
 MODELOPT_FILE = "hf_quant_config.json"
@@ -213,11 +213,7 @@ def find_quantization(config: Mapping[str, Any], checkpoint: str, revision: str 
     for key in ("quantization_config", "compression_config", "quantization"):
         if config.get(key):
             return config[key]
-    path = find_file(checkpoint, revision, MODELOPT_FILE)
-    try:
-        return None if path is None else read_object(path)
-    except ValueError as error:
-        raise DraftConfigError(checkpoint, [str(error)]) from error
+    return read_file(checkpoint, revision, MODELOPT_FILE)
 
 
 def quantization_of(hf_config: Any, checkpoint: str = "draft") -> DraftQuantization | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_dflash.srt.configs.fields import ROPE_KINDS, as_object, first_name, short_repr
+from sglang_dflash.srt.configs.fields import ROPE_KINDS, ROPES, as_object, first_name, short_repr
 
 # Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")
@@ -120,22 +120,20 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     """
     architectures = config.get("architectures")
     if first_name(architectures) in BUILTIN_ARCHITECTURES:
-        return [
-            Unsupported(f"architectures is {short_repr(architectures)}: this draft is not supported", True)
-        ]
+        what = f"architectures is {short_repr(architectures)}: this draft is not supported"
+        return [Unsupported(what, builtin_supports=True)]
     nested = as_object(config.get("dflash_config"))
-    findings = variant_findings(config, nested, served)
-    if config.get("hidden_act") == "swigluoai":
-        findings.append(Unsupported("hidden_act is 'swigluoai', which is not supported", True))
-    for field in ("rope_parameters", "rope_scaling"):
+    is_other = config.get("hidden_act") == "swigluoai"
+    problems = ["hidden_act is 'swigluoai', which is not supported"] if is_other else []
+    for field in ROPES:
         rope = as_object(config.get(field))
         kind = rope.get("rope_type") or rope.get("type")
         if isinstance(kind, str) and kind not in ROPE_KINDS:
-            findings.append(
-                Unsupported(f"{field} is of kind {short_repr(kind)}, which is not supported", True)
-            )
+            problems.append(f"{field} is of kind {short_repr(kind)}, which is not supported")
         if any(isinstance(value, Mapping) for value in rope.values()):
-            findings.append(Unsupported(f"{field} by layer type: one embedding serves all layers", True))
+            problems.append(f"{field} by layer type: one embedding serves all layers")
+    findings = variant_findings(config, nested, served)
+    findings += [Unsupported(problem, builtin_supports=True) for problem in problems]
     names = "target_layer_ids", "num_target_layers"
     if all(fields.get(name) is None for fields in (nested, config) for name in names):
         what = "target_layer_ids is missing, and so is num_target_layers, over which to spread layers"

@@ -35,9 +35,9 @@ from support.quantized_drafts import quantize
 from transformers import Qwen3Config
 
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
-from sglang_dflash.srt.configs.checkpoint import INDEX
+from sglang_dflash.srt.configs.checkpoint import INDEX, read_file
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, flat_config, read_draft_file
+from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, flat_config
 from sglang_dflash.srt.configs.draft_kinds import differences, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import value_problems
 from sglang_dflash.srt.configs.fields import assumed_values
@@ -104,7 +104,7 @@ def targets(tmp_path_factory) -> dict[str, Path]:
 
 def read(folder: Path, target: Path) -> Any:
     """Read a checkpoint in start-up's order; return the draft's config."""
-    flat_config(read_draft_file(str(folder)), str(folder))
+    flat_config(read_file(str(folder)), str(folder))
     arguments = SimpleNamespace(
         model_path=str(target),
         revision=None,

@@ -23,13 +23,9 @@ from support.flat_peagle import INPUTS, SOURCE, amazon, nemo, tensors
 
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model
 from sglang_dflash.srt.arg_groups.resolve import check_draft_tensors, choose_block_size
+from sglang_dflash.srt.configs.checkpoint import read_file
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_formats import (
-    flat_config,
-    flatten_peagle,
-    is_flat_peagle,
-    read_draft_file,
-)
+from sglang_dflash.srt.configs.draft_formats import flat_config, flatten_peagle, is_flat_peagle
 from sglang_dflash.srt.configs.draft_kinds import ALIASES, PEagleDraftConfig, read_draft_config
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.speculators_format import normalize
@@ -129,7 +125,7 @@ def test_nemos_names_of_dflash_drafts(name, ours, tmp_path):
     source = DRAFT if ours == "DFlashDraftModel" else DFLASH2_DRAFT
     config = json.loads((source / "config.json").read_text())
     folder = write_checkpoint(tmp_path / "draft", config | {"architectures": [name]}, {})
-    flat_config(read_draft_file(str(folder)), str(folder))
+    flat_config(read_file(str(folder)), str(folder))
     found = get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
     assert found.architectures == [ours]
     assert read_draft_config(found, "draft").block_size == config["block_size"]
