@@ -85,7 +85,7 @@ def test_a_cycle_is_timed_behind_one_that_is_not(monkeypatch):
         Event.wait(1)
 
     worker.run_cycle, seconds = run_cycle, iter([50, 3])
-    cycle, draft = CycleTimer(worker, AnyRows())._time(None, 1, 128)
+    [[cycle], [draft]] = CycleTimer(worker, AnyRows())._time([(7,)], 1, 128)
     # The record that starts the draft and the one that ends it are two of the cycle's seconds.
     assert (cycle, draft) == pytest.approx((6.0, 3.0)) and worker.observers == []
 

@@ -1,8 +1,6 @@
 """SGLang's attention for ragged rows: requests of one verify have different numbers.
 
-GatedDeltaNet: S requests, those that pad a CUDA graph included; W slots of a block; T ragged rows of all
-requests. Triton's kernel reads each request's first row from `qo_indptr`, so it takes any layout; only the
-preparation of a verify forward assumes blocks of one width.
+S: requests, those that pad a CUDA graph included. W: slots of a block. T: ragged rows of all requests.
 """
 
 from collections.abc import Callable
@@ -130,9 +128,10 @@ def supports_ragged_rows(backend: Any) -> bool:
 
 
 def install_ragged_layouts(backend: Any) -> None:
-    """Have a `TritonAttnBackend` verify the rows of `spec_info.ragged_verify_layout`.
+    """Have one `TritonAttnBackend` verify the rows of `spec_info.ragged_verify_layout`.
 
-    This changes one object, so backends of whole blocks and of the draft stay as they are.
+    Its kernel reads each request's first row from `qo_indptr`, so it takes any layout. Only the preparation
+    of a verify forward assumes blocks of one width.
     """
     block_size = backend.target_verify_num_tokens_per_req
     fill_buffers, prepare = backend._update_target_verify_buffers, backend.init_forward_metadata

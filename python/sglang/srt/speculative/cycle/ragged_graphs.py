@@ -33,10 +33,8 @@ def row_sizes(max_requests: int, block_size: int) -> list[int]:
 def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size: int) -> list[int]:
     """Give all rows of a graph to its `num_slots` requests, at most a block to each.
 
-    `counts` are of the first requests. Further rows go to those that pad the batch, then to the longest.
-
-    A graph with 11 rows for 3 requests, blocks of 4 and counts = [1, 3]: the rows are [3, 4, 4]. The third
-    request takes 4 of the 7 further rows, the second takes 1, and the first takes 2.
+    `counts` are of the first requests. Further rows go to those that pad the batch, then to the longest: in a
+    graph of 11 rows for 3 requests, blocks of 4, counts = [1, 3] become [3, 4, 4].
     """
     n, spread = len(counts), [*counts, *[0] * (num_slots - len(counts))]
     left = num_rows - sum(counts)
@@ -103,9 +101,8 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
     """Return why a CUDA target cannot verify different numbers of tokens, or None."""
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), and Triton.
-    takes_layouts = name == "FlashAttentionBackend" or (
-        name == "TRTLLMHAAttnBackend" and not attention.is_xqa_impl
-    )
+    is_xqa = getattr(attention, "is_xqa_impl", False)
+    takes_layouts = name in ("FlashAttentionBackend", "TRTLLMHAAttnBackend") and not is_xqa
     if not takes_layouts and not supports_ragged_rows(attention):
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
@@ -148,10 +145,7 @@ class RowBackends:
         return cls(runner, block_size, (backend, graphs))
 
     def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
-        """Have the target verify `lengths` drafted tokens of the requests, [n], from now on.
-
-        Returns the layout, the same object while the lengths stay.
-        """
+        """Have the target verify `lengths` drafted tokens, [n]. Equal ones have one layout object."""
         is_whole = needs_rectangle or bool((lengths == self._block_size - 1).all())
         if is_whole != self._is_whole:  # else the runner keeps its own: SGLang may have captured it anew
             pair = self._whole if is_whole else self._ragged
@@ -183,10 +177,7 @@ def captured_sizes(runner: Any) -> list[int]:
 
 
 class AnyRows:
-    """A backend without graphs, which takes any rows of each request.
-
-    `has_layouts` says whether the target's layers read SGLang's layout of the rows.
-    """
+    """A backend without graphs, for any rows. With `has_layouts` layers read SGLang's layout."""
 
     def __init__(self, has_layouts: bool = False):
         self._has_layouts = has_layouts

@@ -1,7 +1,6 @@
 """The worker's side of the verify lengths: chosen before a cycle, learned from after it.
 
-Nothing here waits for the device. Accept lengths arrive when SGLang has them on the host anyway, one or two
-cycles later, and cycle times when their events are over. Until then a choice rests on what is known.
+Nothing here waits for the device. Accept lengths and cycle times arrive one or two cycles later.
 """
 
 import logging
@@ -26,16 +25,11 @@ from sglang_dflash.srt.speculative.width.policy import UNKNOWN_MATCH, Choice, Po
 
 logger = logging.getLogger(__name__)
 
-Backends = AnyRows | RowBackends
-
 
 def plan_lengths(
-    backends: Backends, lengths: np.ndarray, copies: np.ndarray, needs_rectangle: bool = False
+    backends: AnyRows | RowBackends, lengths: np.ndarray, copies: Any = False, needs_rectangle: bool = False
 ) -> CyclePlan:
-    """Have the backends verify `lengths` drafted tokens, and plan the cycle that does.
-
-    With `needs_rectangle`, all requests must verify equally many tokens.
-    """
+    """Have the backends verify `lengths` drafted tokens, or as many of all, and plan it."""
     layout = backends.select(lengths, needs_rectangle)
     return CyclePlan(layout, copies=copies & (layout.num_draft_tokens > 0))
 
@@ -46,32 +40,24 @@ class WholeBlocks:
     def __init__(self, block_size: int):
         self._block_size = block_size
 
-    def _do_nothing(self, *_: Any) -> None:
-        """Do nothing: no state per request, nothing to learn."""
-
-    begin_prefill = admit_prefilled = on_launched = on_accept_lens = _do_nothing
+    begin_prefill = admit_prefilled = on_launched = on_accept_lens = lambda *_: None
+    report: Any = staticmethod(dict)  # nothing for /server_info
 
     def choose(self, batch: Any, draws: bool, matches: np.ndarray, caps: np.ndarray) -> CyclePlan:
-        """Plan whole blocks. See `AdaptiveLengths`."""
+        """Plan whole blocks."""
         return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
-        """Yield a cycle of each layout of rows that requests may have: a whole block."""
+        """Yield a whole block, the only layout of rows that requests may have."""
         yield CyclePlan(whole_blocks(1, self._block_size))
-
-    def report(self) -> dict:
-        """Return nothing for /server_info."""
-        return {}
 
 
 class Trial(NamedTuple):
     """A cycle to learn from, once its seconds and its accept lengths are known."""
 
+    plan: CyclePlan
     rows: np.ndarray  # of the request table. [n]
     generations: np.ndarray  # which request each row held. [n]
-    verified: np.ndarray  # tokens that could be accepted. [n]
-    copies: np.ndarray  # requests that verify a copy. [n] bool
-    is_plain: bool  # whether no request verifies a drafted token
     expected: float  # seconds, at start-up's pace
 
 
@@ -79,18 +65,17 @@ class Trial(NamedTuple):
 class AdaptiveLengths:
     """Verifies as many drafted tokens in each cycle as pay off."""
 
-    policy: Policy  # chooses lengths
-    backends: Backends  # the target's
+    policy: Policy
+    backends: AnyRows | RowBackends  # the target's
     clock: "CycleClock"  # times the cycles
     tp_group: Any  # rank 0 chooses for all of it
     metrics: DFlashMetrics  # counts verify lengths
     log_every: int  # cycles from one log line to the next
 
     def __post_init__(self) -> None:
-        policy = self.policy
         # Lengths of matches to expect, if the host cannot read them.
-        self._expected_matches = np.full(policy.num_rows, UNKNOWN_MATCH)
-        self._row_generation = np.zeros(policy.num_rows, dtype=np.int64)
+        self._expected_matches = np.full(self.policy.num_rows, UNKNOWN_MATCH)
+        self._row_generation = np.zeros(self.policy.num_rows, dtype=np.int64)
         self._trials: deque[Trial] = deque()  # whose accept lengths are not known, in order
         self._cycles_per_verify_len: Counter[int] = Counter()
         self._blocks_per_length: Counter[int] = Counter()
@@ -119,7 +104,7 @@ class AdaptiveLengths:
             caps: most drafted tokens that each request may accept. [n]
         """
         for trial, seconds in self.clock.finished():
-            self.policy.pace.observe(trial.is_plain, trial.expected, seconds)
+            self.policy.pace.observe(trial.plan.verify_len == 1, trial.expected, seconds)
         rows = table_rows(batch)
         matches = np.where(matches != UNKNOWN, matches, self._expected_matches[rows])
         # As of a cycle or two ago; the batch's own lengths may not be on the host.
@@ -134,19 +119,11 @@ class AdaptiveLengths:
         returns_masks = getattr(info, "sampling_mask_batch_indices", None) is not None
         is_equal = info.has_custom_logit_processor or returns_masks
         plan = plan_lengths(self.backends, sent[0], sent[1] > 0, is_equal)._replace(draws=draws, caps=caps)
-        lengths = plan.layout.num_draft_tokens
+        lengths, verify_len = plan.layout.num_draft_tokens, plan.verify_len
         expected = self.policy.seconds(Choice(lengths, plan.copies), extra_context)
-        trial = Trial(
-            rows,
-            generations=self._row_generation[rows],
-            verified=plan.max_accept,
-            copies=plan.copies,
-            is_plain=plan.verify_len == 1,
-            expected=expected,
-        )
-        self._trials.append(trial)
-        self.metrics.count_width(plan.verify_len)
-        self._cycles_per_verify_len[plan.verify_len] += 1
+        self._trials.append(Trial(plan, rows, self._row_generation[rows], expected))
+        self.metrics.count_width(verify_len)
+        self._cycles_per_verify_len[verify_len] += 1
         self._blocks_per_length.update(lengths.tolist())
         if self._cycles_per_verify_len.total() % self.log_every == 0:
             said = "DFLASH verifies %d drafted tokens for %d requests. Blocks by verified tokens: %s."
@@ -154,13 +131,9 @@ class AdaptiveLengths:
         return plan
 
     def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
-        """Yield a cycle of unlike lengths, unless buffers hold one request, then a whole block.
-
-        Each is to run before the next.
-        """
+        """Yield a cycle of unlike lengths if two requests fit, then a whole block, to run in turn."""
         for n in min(2, max_requests), 1:
-            lengths = np.resize((self.policy.max_draft_tokens, 0), n)
-            yield plan_lengths(self.backends, lengths, np.zeros(n, dtype=bool))
+            yield plan_lengths(self.backends, np.resize((self.policy.max_draft_tokens, 0), n))
 
     def on_launched(self) -> None:
         """Stop timing the cycle that was chosen last."""
@@ -168,10 +141,10 @@ class AdaptiveLengths:
 
     def on_accept_lens(self, accept_lens: Sequence[int], proposals: Proposals | None) -> None:
         """Learn from the oldest cycle: the accepted tokens of each request, and its match."""
-        trial, accepted = self._trials.popleft(), np.asarray(accept_lens)
-        is_same = self._row_generation[trial.rows] == trial.generations
-        rows, verified, copies = (part[is_same] for part in (trial.rows, trial.verified, trial.copies))
-        accepted = accepted[is_same]
+        plan, rows, generations, _ = self._trials.popleft()
+        is_same = self._row_generation[rows] == generations
+        parts = rows, plan.max_accept, plan.copies, np.asarray(accept_lens)
+        rows, verified, copies, accepted = (part[is_same] for part in parts)
         self.policy.acceptance.learn(rows, np.where(copies, 0, verified), accepted)
         if proposals is None:
             return
@@ -199,10 +172,7 @@ LengthChooser = WholeBlocks | AdaptiveLengths
 
 
 class CycleClock:
-    """Times cycles, each from the end of the one before it, without waiting for the device.
-
-    Times are those of CUDA events or, on a CPU, of the wall.
-    """
+    """Times each cycle from the end of the one before it, on a GPU by CUDA events."""
 
     def __init__(self, device: str):
         self._is_cuda = device != "cpu"

@@ -1,8 +1,7 @@
 """The number of drafted tokens that each request verifies in the next cycle.
 
-A block is an anchor and K drafted tokens behind it. A cycle verifies the anchor and the first L_i drafted
-tokens of each request. It accepts them up to the first rejection and adds one token of the target. L_i = 0 is
-a plain decode step of that request, and a cycle of such steps alone is plain.
+A cycle verifies the anchor and the first L_i of the K drafted tokens of each request. It accepts them up to
+the first rejection and adds one token of the target. If all L_i are 0, the cycle is plain.
 
 n: decoding requests. s_ik: probability that drafted tokens 1 .. k of request i are all accepted. [n, K]
 """
@@ -16,20 +15,33 @@ import numpy as np
 
 from sglang_dflash.kernels.ops.speculative.copy_ahead import LONGEST_MATCH, SHORTEST_MATCH
 
+_START_UP, _LEAST_WEIGHT = 6, 0.05  # comparisons that start-up counts for; the least weight of one
+_LATEST = 0.4  # weight of the latest cycle in an average
+_MOST = np.log(2)  # by which a cycle differs from those before it. More is a stall
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2  # before any label: high, as what is never verified is never learned
+_MEMORY = 1 - 1 / 300  # of the average, per label
+_SHRINKAGE, _OWN_MEMORY = 6, 0.97  # labels of the average beside a request's; what a block keeps of these
+UNKNOWN_MATCH = 1  # length of a match if the host does not know whether there is one
+# Probability that a copied token is right, by the length of the match before it, from SHORTEST_MATCH on: in
+# 120,000 matches in the stored answers of SmolLM2 (models/training/prompts).
+_OF_MATCHES = (0.6, 0.7, 0.74, 0.77, 0.8, 0.82, 0.84, 0.86, 0.88, 0.89, 0.9, 0.91, 0.92, 0.96)
+_COPY_PROBS = np.array([0, *[0.1] * (SHORTEST_MATCH - 1), *_OF_MATCHES])
+_SHARES = np.linspace(0, 1, 9)  # of the requests that may be drafted for
+_LEAST_GAIN = 1.03  # of tokens per second over a plain cycle's. Less is not worth the risk
+_FIRST_PROBE, _LAST_PROBE = 4, 100  # cycles from a probe to the next, at least and at most
+_PROBE_SHARE = 0.005  # of the time, that probes may cost
+
 
 @dataclass(eq=False)
 class Costs:
-    """Seconds of verifying and of drafting, as start-up measured them.
-
-    They are linear between two loads, and grow in proportion beyond the last.
-    """
+    """Seconds of verifies and of drafts: linear between measured loads, in proportion beyond."""
 
     loads: Any  # numbers of requests that were measured, ascending. [L]
     verify_lens: Any  # slots per request that were measured, ascending. [W]
     verify: np.ndarray  # seconds of a cycle without its draft. [L, W]
     draft: np.ndarray  # seconds of drafting for all requests. [L]
-    # Seconds of a cycle in which every other request, the first included, has a whole block, and the rest
-    # verify nothing. [L] None: those of its rows and its draft.
+    # Seconds of a cycle in which every other request, the first included, verifies a whole block, and the
+    # rest nothing. [L] None: the cycle takes what its rows and its draft take.
     mixed: np.ndarray | None = None
     sizes: Sequence[int] = ()  # rows that a verify is padded to, ascending. Empty: it is not padded
     context: int = 0  # committed tokens of a request in the measurement
@@ -38,7 +50,8 @@ class Costs:
     def __post_init__(self) -> None:
         self.loads, self.verify_lens = np.asarray(self.loads), np.asarray(self.verify_lens)
         # More work takes no less time, and other processes only add to it: a peak is noise.
-        self.verify, self.draft = _lowered(self.verify), _lowered(self.draft)
+        self.draft = np.minimum.accumulate(self.draft[::-1])[::-1]
+        self.verify = np.minimum.accumulate(np.minimum.accumulate(self.verify[::-1, ::-1]), 1)[::-1, ::-1]
         self._ragged = np.zeros(len(self.loads))
         if self.mixed is not None:
             for i, n in enumerate(self.loads.tolist()):
@@ -48,10 +61,9 @@ class Costs:
         self._of_load = functools.lru_cache(maxsize=1024)(self._compute)
 
     def of_load(self, n: int, extra_context: int = 0) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the seconds of the parts of a cycle of n requests.
+        """Return the seconds of verifies of 0 .. n K tokens, of 0 .. n drafts, of unequal lengths.
 
-        They verify 0 .. n K drafted tokens, draft for 0 .. n requests, and have unequal lengths.
-        `extra_context` is the committed tokens of all requests beyond n times `context`.
+        `extra_context` is the committed tokens of all n requests beyond n times `context`.
         """
         verify, draft, ragged = self._of_load(n)
         # With shorter contexts than at start-up, the part that is not attention stays.
@@ -73,27 +85,8 @@ class Costs:
         return (below + index % 1 * (above - below)) * max(1.0, n / self.loads[-1])
 
 
-def _lowered(table: np.ndarray) -> np.ndarray:
-    """Lower entries to those of more work, along each axis."""
-    for axis in range(table.ndim):
-        table = np.flip(np.minimum.accumulate(np.flip(table, axis), axis), axis)
-    return table
-
-
-_START_UP, _LEAST_WEIGHT = 6, 0.05  # comparisons that start-up counts for; the least weight of one
-_LATEST = 0.4  # weight of the latest cycle in an average
-_MOST = np.log(2)  # by which a cycle differs from those before it. More is a stall
-
-
 class Pace:
-    """The seconds of plain cycles beside those of others, over what start-up says.
-
-    All that a choice depends on is this ratio. It is learned where cycles of one kind follow the other: a
-    slower machine is slower for both, and changes no choice.
-
-    Attributes:
-        log_ratio: its logarithm.
-    """
+    """Learns by which factor plain cycles, beside others, are slower than start-up says."""
 
     def __init__(self) -> None:
         self.log_ratio = self._seen = self._plain_share = 0.0
@@ -111,23 +104,11 @@ class Pace:
         self._plain_share += _LATEST * contrast
 
 
-# Before any label: high, because what is never verified is never learned.
-_PRIOR, _PRIOR_WEIGHT = 0.7, 2
-_MEMORY = 1 - 1 / 300  # of the average, per label
-_OWN_WEIGHT, _OWN_MEMORY = (
-    6,
-    0.97,
-)  # labels that the average counts for beside a request's; what a block keeps
-
-
 class Acceptance:
-    """s_ik of drafted tokens: the labels of each request, shrunk to the average of all.
+    """s_ik of drafted tokens, from the labels of each request, shrunk to the average of all.
 
-    A verified block labels its drafted tokens: 1 if accepted, 0 for the first that was not, none after it.
-
-    Args:
-        num_rows: of the request table.
-        max_draft_tokens: K.
+    A block labels accepted tokens 1, the first that was not 0, and none after it. A step without labels is as
+    good as the one before it.
     """
 
     def __init__(self, num_rows: int, max_draft_tokens: int):
@@ -137,10 +118,7 @@ class Acceptance:
 
     @property
     def averages(self) -> np.ndarray:
-        """Probability that a token is accepted if those before it are. [K]
-
-        Before any label a step is as good as the one before it.
-        """
+        """Probability that a token is accepted if those before it are. [K]"""
         averages, before = np.empty_like(self._labels), _PRIOR
         for k, (labels, accepted) in enumerate(zip(self._labels, self._accepted, strict=True)):
             averages[k] = before = (accepted + _PRIOR_WEIGHT * before) / (labels + _PRIOR_WEIGHT)
@@ -152,8 +130,8 @@ class Acceptance:
 
     def survival(self, rows: np.ndarray) -> np.ndarray:
         """Return s_ik [n, K] of requests in these rows of the request table, [n]."""
-        accepted = self._own_accepted[rows] + _OWN_WEIGHT * self.averages
-        return (accepted / (self._own_labels[rows] + _OWN_WEIGHT)).cumprod(axis=1)
+        accepted = self._own_accepted[rows] + _SHRINKAGE * self.averages
+        return (accepted / (self._own_labels[rows] + _SHRINKAGE)).cumprod(axis=1)
 
     def learn(self, rows: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Learn from `accepted` of the `verified` drafted tokens of requests in `rows`, each [n]."""
@@ -167,33 +145,20 @@ class Acceptance:
         self._accepted = _MEMORY**labels * self._accepted + is_accepted.sum(axis=0)
 
 
-UNKNOWN_MATCH = 1  # length of a match if the host does not know whether there is one
-# Probability that a copied token is right, by the length of the match before it, of 120,000 matches in the
-# stored answers of SmolLM2 (models/training/prompts). The lengths begin at SHORTEST_MATCH.
-_OF_MATCHES = (0.6, 0.7, 0.74, 0.77, 0.8, 0.82, 0.84, 0.86, 0.88, 0.89, 0.9, 0.91, 0.92, 0.96)
-_COPY_PROBS = np.array([0, *[0.1] * (SHORTEST_MATCH - 1), *_OF_MATCHES])
-
-
 def copy_survival(matches: np.ndarray, max_draft_tokens: int) -> np.ndarray:
-    """Return s_ik [n, K] of copies, 0 without a match, for lengths of matches [n].
-
-    A right token makes the match longer by one.
-    """
+    """Return s_ik of copies, 0 without a match. A right token makes a match longer. [n, K]"""
     lengths = np.minimum(matches[:, None] + np.arange(max_draft_tokens), LONGEST_MATCH)
     return _COPY_PROBS[lengths].cumprod(axis=1) * (matches > 0)[:, None]
-
-
-_SHARES = np.linspace(0, 1, 9)  # of the requests that may be drafted for
 
 
 def choose_lengths(
     survival: np.ndarray, is_free: np.ndarray, verify: np.ndarray, draft: np.ndarray, ragged: float = 0.0
 ) -> tuple[np.ndarray, float]:
-    """Choose how many drafted tokens of each request to verify.
+    """Return how many drafted tokens of each request to verify [n], and tokens per second.
 
-    The slots of all requests compete: draft for the m requests that may gain most, and take the slots with
-    the largest s_ik of these, for every m and number of slots. Within a request s never rises, so the chosen
-    slots are always a prefix. Equal lengths are compared as well, because unequal ones may cost more.
+    The slots of all requests compete: of the m requests that may gain most, those with the largest s_ik are
+    taken, for shares m and every number of slots. Within a request s never rises, so the chosen slots are
+    always a prefix. Equal lengths are compared as well, because unequal ones may cost more.
 
     Args:
         survival: s_ik, 0 for slots that must not be verified. [n, K]
@@ -201,9 +166,6 @@ def choose_lengths(
         verify: seconds of a verify with j drafted tokens in all, j = 0 .. n K.
         draft: seconds of drafting for m requests, m = 0 .. n.
         ragged: further seconds of a cycle whose lengths differ.
-
-    Returns:
-        Lengths L_i [n]; tokens per second that are expected of them.
     """
     (n, most), num_free = survival.shape, int(is_free.sum())
     equal = np.arange((survival > 0).all(axis=0).sum() + 1)
@@ -231,22 +193,10 @@ class Choice(NamedTuple):
     copies: np.ndarray  # which requests verify a copy instead. [n] bool
 
 
-_LEAST_GAIN = 1.03  # of tokens per second over a plain cycle's. Less is not worth the risk
-_FIRST_PROBE, _LAST_PROBE = 4, 100  # cycles from a probe to the next, at least and at most
-_PROBE_SHARE = 0.005  # of the time, that probes may cost
-
-
 class Policy:
-    """Chooses verify lengths from costs and from what was accepted.
+    """Chooses verify lengths from costs, which name the largest, and from what was accepted.
 
-    Args:
-        costs: of a cycle. The largest of its verify lengths is the most that a request verifies.
-        num_rows: of the request table.
-        skips_draft: whether a copy may be verified without running the draft.
-
-    Attributes:
-        max_draft_tokens: K.
-        num_probes: cycles that differed from the best choice to learn.
+    With `skips_draft` a copy may be verified without running the draft.
     """
 
     def __init__(self, costs: Costs, num_rows: int, skips_draft: bool = True):
@@ -256,7 +206,7 @@ class Policy:
         self.num_probes = self._turn = self._cycles_since_probe = 0
 
     def choose(self, rows: np.ndarray, extra_context: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
-        """Return the choice for the next cycle, or a probe.
+        """Return the best choice for the next cycle, or a probe, which differs to learn.
 
         Args:
             rows: of the request table. [n]
@@ -274,16 +224,15 @@ class Policy:
         price = draft[-1] / verify[0] if self._skips_draft else 0.0
         copies = (matches > 0) & (copied.sum(axis=1) >= drafted.sum(axis=1) - price)
         survival = np.where(copies[:, None], copied, drafted)
-        lengths, speed = choose_lengths(
-            survival, is_free=copies & self._skips_draft, verify=verify, draft=draft, ragged=ragged
-        )
+        costs: Any = dict(verify=verify, draft=draft, ragged=ragged)
+        lengths, speed = choose_lengths(survival, is_free=copies & self._skips_draft, **costs)
         if speed < _LEAST_GAIN * n / verify[0]:
             lengths, speed = np.zeros(n, dtype=int), n / verify[0]
         copies &= lengths > 0
         self._cycles_since_probe += 1
         probe = self._probe(lengths, is_whole=(lengths >= caps) | copies, rows=rows, caps=caps)
         tokens = n + (survival * (steps < probe[:, None])).sum()
-        loss = 1 - tokens / self._seconds(Choice(probe, copies), verify, draft, ragged) / speed
+        loss = 1 - tokens / self._seconds(Choice(probe, copies), **costs) / speed
         latest = min(_FIRST_PROBE << min(self.num_probes, 8), _LAST_PROBE)
         is_due = self._cycles_since_probe >= np.clip(loss / _PROBE_SHARE, _FIRST_PROBE, latest)
         if is_due and (probe != lengths).any():
@@ -294,10 +243,7 @@ class Policy:
         return Choice(lengths, copies & (lengths > 0))
 
     def _probe(self, lengths: np.ndarray, is_whole: np.ndarray, rows: np.ndarray, caps: np.ndarray) -> Any:
-        """Return a whole block of one more request or, every fourth time, none at all.
-
-        If that is what was chosen, return the other of the two.
-        """
+        """Return a whole block of one more request or, each fourth time, none; else the other."""
         distance = np.where(is_whole, self.num_rows, (rows - self._turn) % self.num_rows)
         wider, none = lengths.copy(), np.zeros_like(lengths)
         wider[distance.argmin()] = caps[distance.argmin()]
@@ -311,5 +257,4 @@ class Policy:
     def _seconds(self, choice: Choice, verify: np.ndarray, draft: np.ndarray, ragged: float) -> float:
         lengths = choice.lengths
         num_drafted = ((lengths > 0) & ~(choice.copies & self._skips_draft)).sum()
-        is_ragged = bool((lengths != lengths[0]).any())
-        return float(verify[lengths.sum()] + draft[num_drafted] + ragged * is_ragged)
+        return float(verify[lengths.sum()] + draft[num_drafted] + ragged * (lengths != lengths[0]).any())
