@@ -175,6 +175,6 @@ if "HOST_TIME" in os.environ:
             "sglang.srt.mem_cache.allocation": taking_out("assign_req_to_token_pool_func"),
             # The simulation, of the built-in and of ours.
             "sglang.srt.speculative.dflash_utils": taking_out("apply_dflash_simulated_acceptance"),
-            "sglang_dflash.srt.speculative.acceptance.simulation": taking_out("LengthForAll.decide"),
+            "sglang_dflash.srt.speculative.acceptance.simulation": taking_out("Simulation.decide"),
         }
     )

@@ -24,7 +24,7 @@ from sglang_dflash.srt.layers.draft_probs import DraftProbs
 from sglang_dflash.srt.speculative.acceptance import acceptor as acceptor_module
 from sglang_dflash.srt.speculative.acceptance.acceptor import make_relay
 from sglang_dflash.srt.speculative.acceptance.rejection import REJECTION_RULES, rejection_rule
-from sglang_dflash.srt.speculative.acceptance.simulation import LengthForAll, LengthsByRequest
+from sglang_dflash.srt.speculative.acceptance.simulation import Simulation
 from sglang_dflash.srt.speculative.acceptance.target_sampling import SamplingMasks
 from sglang_dflash.srt.speculative.cycle.block import DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
@@ -269,17 +269,13 @@ def test_the_scheduler_reads_what_acceptance_wrote(reason, monkeypatch):
     assert relay.new_seq_lens_buf[rows].tolist() == [4, 5]
 
 
-SIMULATIONS = {
-    "one length": LengthForAll(WIDTH, "match-expected", False),
-    "by request": LengthsByRequest((WIDTH,), 9, WIDTH, "cpu"),
-}
+SIMULATION = Simulation(torch.full((2, 9), WIDTH - 1, dtype=torch.int32), WIDTH)
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
-@pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
-def test_simulated_blocks_end_no_request(is_drawn, simulation):
+def test_simulated_blocks_end_no_request(is_drawn):
     """Random weights may give any logits, which would end requests as broken."""
-    acceptor = make_acceptor(Sampler(), rule="standard", simulation=simulation)
+    acceptor = make_acceptor(Sampler(), rule="standard", simulation=SIMULATION)
     block, logits = drawn_evenly(2), torch.full((2 * WIDTH, VOCABULARY), torch.nan)
     request = SAMPLED if is_drawn else GREEDY
     batch, cycle = batch_of(request, request), cycle_of(whole_blocks(2, WIDTH))
@@ -290,10 +286,9 @@ def test_simulated_blocks_end_no_request(is_drawn, simulation):
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
-@pytest.mark.parametrize("simulation", SIMULATIONS.values(), ids=SIMULATIONS)
-def test_simulated_lengths_are_cut_at_what_is_verified_and_at_caps(is_drawn, simulation):
+def test_simulated_lengths_are_cut_at_what_is_verified_and_at_caps(is_drawn):
     layout, caps = VerifyLayout(3, WIDTH, np.array([1, 3, 3])), np.array([3, 3, 2])
-    acceptor = make_acceptor(Sampler(), rule="standard", simulation=simulation)
+    acceptor = make_acceptor(Sampler(), rule="standard", simulation=SIMULATION)
     block = drawn_evenly(3) if is_drawn else DraftBlock(drawn_evenly(3).tokens)
     batch = batch_of(*[SAMPLED if is_drawn else GREEDY] * 3)
     logits = torch.randn(layout.num_rows, VOCABULARY)
@@ -323,16 +318,15 @@ def launches_of(simulation: Any, layout: VerifyLayout, monkeypatch) -> Counter[s
 
 
 def test_simulated_cycles_launch_what_real_ones_do(monkeypatch):
-    """Lengths by request add a read of their table. Nothing is launched that is thrown away."""
+    """They add a read of their table of lengths. Nothing is launched that is thrown away."""
     count = functools.partial(launches_of, monkeypatch=monkeypatch)
     whole, ragged = whole_blocks(2, WIDTH), VerifyLayout(2, WIDTH, np.array([1, 3]))
     real, of_ragged = count(None, whole), count(None, ragged)
     assert real["accept_blocks"] == 1 and real["max"] == 1 and not of_ragged <= real
     read = Counter(["index_select"])
-    assert count(SIMULATIONS["one length"], whole) == real
-    assert count(SIMULATIONS["by request"], whole) == real + read
+    assert count(SIMULATION, whole) == real + read
     compared = Counter(["eq", "cumprod", "sum"])
-    assert count(SIMULATIONS["by request"], ragged) == of_ragged - compared + read
+    assert count(SIMULATION, ragged) == of_ragged - compared + read
 
 
 def masks_of(rows: list[int], captured: list[int] | None = None) -> SamplingMasks:

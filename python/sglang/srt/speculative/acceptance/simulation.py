@@ -1,16 +1,15 @@
 """Made-up accept lengths, for benchmarks whose weights are noise.
 
-A simulated cycle launches what a real one does: draft, verify, the target's argmax or draws, the rejection
-rule of drawn drafts, `accept_blocks`. Its results have no meaning. Drafted tokens are not compared with the
-target's: whole blocks compare inside `accept_blocks`, others by a few small launches that are missing here.
-Made-up tokens and logits are the same in all cycles, so they are launched once per shape. The token id is
-fixed unless SGLang's variables say otherwise.
+A simulated cycle launches what a real one does. Its results have no meaning: drafted tokens are not compared
+with the target's, and the token id is fixed unless SGLang's variables say otherwise.
 """
 
 import functools
+import itertools
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.speculative.spec_utils import sample_simulated_acc_len
@@ -19,11 +18,9 @@ from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
 
-# The id that every other SGLang worker writes if no real token is requested.
-FIXED_TOKEN_ID = 100
-# Every rank draws the same lengths from it, without a broadcast.
-_SEED = 11
-_CYCLES = 1024  # drawn ahead, and then drawn from again
+FIXED_TOKEN_ID = 100  # which every other SGLang worker writes
+_SEED = 11  # every rank draws the same lengths from it, without a broadcast
+_CYCLES = 1024  # drawn at start-up, and then drawn again
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,109 +29,67 @@ def constant(shape: tuple[int, ...], value: float, dtype: torch.dtype, device: t
     return torch.full(shape, value, dtype=dtype, device=device)
 
 
-def fixed_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the fixed token id in the place of every token."""
-    return constant(tuple(tokens.shape), FIXED_TOKEN_ID, tokens.dtype, tokens.device)
-
-
-class LengthForAll:
-    """Draws one accept length for all requests in each cycle, as SGLang's own workers do.
+class Simulation:
+    """Decides by lengths that were drawn for whole blocks, and cuts them to a cycle.
 
     Args:
-        average: SGLANG_SIMULATE_ACC_LEN.
-        method: SGLANG_SIMULATE_ACC_METHOD.
-        has_real_tokens: whether SGLANG_SIMULATE_ACC_TOKEN_MODE asks for drafted tokens and the target's.
+        lengths: accepted drafted tokens by cycle and row of the request table. [cycles, rows] int32
+        block_size: B.
+        has_real_tokens: whether drafted tokens and the target's are the output.
     """
 
-    def __init__(self, average: float, method: str, has_real_tokens: bool):
-        self._average, self._method, self._has_real_tokens = average, method, has_real_tokens
+    def __init__(self, lengths: torch.Tensor, block_size: int, has_real_tokens: bool = False):
+        self._lengths, self._block_size = itertools.cycle(lengths), block_size
+        self._has_real_tokens = has_real_tokens
 
     def decide(
         self, rows: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decide on the blocks of a cycle.
+        """Return accepted drafted tokens [bs] int32, and output tokens [bs, W] int64.
 
         Args:
             rows: [bs] int64, of the request table.
             tokens: [bs, W] int64, the target's tokens.
             block: [bs, W] int64, the drafted block.
-
-        Returns:
-            Accepted drafted tokens [bs] int32, at most W - 1, and output tokens [bs, W] int64.
         """
-        commit = sample_simulated_acc_len(self._average, self._method, block.shape[1])
-        if self._has_real_tokens:
-            tokens = torch.cat((block[:, 1:commit], tokens[:, commit - 1 :]), dim=1)
-        else:
-            tokens = fixed_tokens(tokens)
-        return constant((len(tokens),), commit - 1, torch.int32, tokens.device), tokens
+        accept_len, width = next(self._lengths).index_select(0, rows), block.shape[1]
+        if width < self._block_size:
+            accept_len = accept_len.clamp(max=width - 1)
+        if not self._has_real_tokens:
+            return accept_len, constant(tuple(tokens.shape), FIXED_TOKEN_ID, tokens.dtype, tokens.device)
+        is_drafted = torch.arange(width, device=block.device) < accept_len[:, None]
+        return accept_len, torch.where(is_drafted, block.roll(-1, dims=1), tokens)
 
 
-class LengthsByRequest:
-    """Draws an accept length for each request and cycle, as if drafted tokens were coins.
-
-    A request accepts each drafted token with the same probability until the first that it rejects. Row r of
-    the request table has entry r mod n of the means, whatever request it holds. Lengths are drawn at start-up
-    for whole blocks, so that a cycle reads its own by one launch. A cycle that verifies less cuts them.
-
-    Args:
-        means: mean accept lengths in whole blocks, the bonus token included. [n]
-        num_rows: of the request table.
-        block_size: B.
-        device: of the requests.
-    """
-
-    def __init__(self, means: tuple[float, ...], num_rows: int, block_size: int, device: Any):
-        probs = torch.tensor([accept_prob(mean, block_size) for mean in means])
-        probs = probs[torch.arange(num_rows) % len(means)]
-        uniforms = torch.rand(_CYCLES, num_rows, generator=torch.Generator().manual_seed(_SEED))
-        drawn = torch.zeros(_CYCLES, num_rows, dtype=torch.int32)
-        for k in range(1, block_size):
-            drawn += uniforms < probs**k
-        self._drawn, self._block_size, self._cycle = drawn.to(device), block_size, 0
-
-    def decide(
-        self, rows: torch.Tensor, tokens: torch.Tensor, block: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decide as `LengthForAll.decide` does."""
-        accept_len = self._drawn[self._cycle].index_select(0, rows)
-        self._cycle = (self._cycle + 1) % _CYCLES
-        if tokens.shape[1] < self._block_size:
-            accept_len = accept_len.clamp(max=tokens.shape[1] - 1)
-        return accept_len, fixed_tokens(tokens)
-
-
-Simulation = LengthForAll | LengthsByRequest
-
-
-def accept_prob(mean: float, block_size: int) -> float:
-    """Return the accept probability of a drafted token that gives whole blocks this mean.
+def accept_probs(means: tuple[float, ...], block_size: int) -> torch.Tensor:
+    """Return the accept probability of a drafted token that gives whole blocks each mean.
 
     The mean accept length, bonus token included, is the sum of p^k for k from 0 to B - 1.
     """
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        prob = (low + high) / 2
-        is_enough = sum(prob**k for k in range(block_size)) >= mean
-        low, high = (low, prob) if is_enough else (prob, high)
-    return high
+    probs = np.linspace(0, 1, 10001)
+    return torch.from_numpy(np.interp(means, (probs[:, None] ** np.arange(block_size)).sum(axis=1), probs))
 
 
 def simulation_of_server(num_rows: int, block_size: int, device: Any) -> Simulation | None:
     """Make the simulation that the environment asks for, if it does, and warn.
 
-    `num_rows` are those of the request table.
+    SGLang's variable gives all `num_rows` of the request table the same lengths. Ours gives row r entry r mod
+    n of the means: drafted tokens are coins, up to the first that is rejected.
     """
     means, average = DFlashOptions.SIMULATE_ACC_LENS.get(), envs.SGLANG_SIMULATE_ACC_LEN.get()
     if not means and average <= 0:
         return None
-    logger.warning(
-        "%s: accept lengths are simulated, and the output is not the target's.",
-        f"{DFlashOptions.SIMULATE_ACC_LENS.variable}={','.join(map(str, means))}"
-        if means
-        else f"SGLANG_SIMULATE_ACC_LEN={average}",
-    )
-    if means:
-        return LengthsByRequest(means, num_rows, block_size, device)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_SEED)
+        if means:
+            name = f"{DFlashOptions.SIMULATE_ACC_LENS.variable}={','.join(map(str, means))}"
+            probs = accept_probs(means, block_size)[torch.arange(num_rows) % len(means)]
+            reached = probs[:, None] ** torch.arange(1, block_size)
+            lengths = (torch.rand(_CYCLES, num_rows, 1) < reached).sum(dim=-1, dtype=torch.int32)
+        else:
+            name, method = f"SGLANG_SIMULATE_ACC_LEN={average}", envs.SGLANG_SIMULATE_ACC_METHOD.get()
+            drawn = [sample_simulated_acc_len(average, method, block_size) - 1 for _ in range(_CYCLES)]
+            lengths = torch.tensor(drawn, dtype=torch.int32)[:, None].repeat(1, num_rows)
+    logger.warning("%s: accept lengths are simulated, and the output is not the target's.", name)
     has_real_tokens = envs.SGLANG_SIMULATE_ACC_TOKEN_MODE.get() == "real-draft-token"
-    return LengthForAll(average, envs.SGLANG_SIMULATE_ACC_METHOD.get(), has_real_tokens)
+    return Simulation(lengths.to(device), block_size, has_real_tokens)
