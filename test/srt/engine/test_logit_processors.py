@@ -307,6 +307,6 @@ def test_an_error_at_a_later_slot_shows_if_the_output_gets_there():
 
     req = SimpleNamespace(output_ids=[1, 2])
     params = [{"__req__": RequestAtSlot(req, [5] * slot)} for slot in range(1, 4)]
-    shaped = GuardedProcessor(AtSlot.to_str(), True).shape_slots(torch.zeros(3, 8), params)
+    shaped = GuardedProcessor(AtSlot.to_str(), True).shape(torch.zeros(3, 8), params)[0]
     assert shaped[:, 0].tolist() == [3, pytest.approx(float("nan"), nan_ok=True), 5]
     assert shaped[1].isnan().all() and not shaped[[0, 2]].isnan().any()

@@ -31,22 +31,15 @@ _REQUESTS: tuple[tuple[dict[str, Any], bool, int], ...] = (
 
 
 def runs_cycles_alone(layout: Any) -> bool:
-    """Return whether a rank runs cycles, and without asking ranks with other requests.
-
-    `layout` is that of the draft's ranks.
-    """
+    """Return whether a rank runs cycles, and without asking ranks with other requests."""
     return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 
 def warm_up(worker: Any, lengths: LengthChooser) -> int:
-    """Run start-up's cycles, and warn if they fail. Basic mode does without them.
+    """Run the cycles of `worker`, the `DFlashWorker`, and warn if they fail.
 
     The start still ends if serving could not go on: without memory, with a device that an error has left
     unusable, and with several ranks, where another one may wait in a collective.
-
-    Args:
-        worker: the `DFlashWorker`, before it serves.
-        lengths: plans its cycles.
 
     Returns:
         The peak bytes of a sampled cycle of all requests, or a bound of it if no cycle could run.

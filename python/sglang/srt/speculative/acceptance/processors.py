@@ -1,10 +1,8 @@
 """Custom logit processors in a verified block.
 
 A processor is called once per emitted token, as in plain SGLang, so its requests accept no drafted token.
-SGLang's own classes are the exception. They read a request's tokens and parameters and keep no state. So
-they are called for every slot of a block, with the tokens before it, and their requests speculate.
-
-A processor is its sender's code. If a processor raises, its request ends, and no other.
+SGLang's own classes keep no state. They are called for every slot of a block, with the tokens before it, and
+their requests speculate. If a processor raises, its request ends, and no other.
 """
 
 import copy
@@ -33,16 +31,12 @@ logger = logging.getLogger(__name__)
 
 _REQUEST = "__req__"  # the parameter in which SGLang passes the request
 # A subclass that only sets token ids runs one of these.
-_STATELESS_CALLS = tuple(
-    processor.__call__
-    for processor in (
-        DeepseekOCRNoRepeatNGramLogitProcessor,
-        DisallowedTokensLogitsProcessor,
-        ThinkingBudgetLogitProcessor,
-    )
+_STATELESS_CALLS = (
+    DeepseekOCRNoRepeatNGramLogitProcessor.__call__,
+    DisallowedTokensLogitsProcessor.__call__,
+    ThinkingBudgetLogitProcessor.__call__,
 )
-# Makes the logits of one row whose processor raised: (the row, its parameters, the reason) -> a row.
-_OnError = Callable[[torch.Tensor, dict[str, Any], str], torch.Tensor]
+_warn_once = functools.lru_cache(maxsize=64)(logger.warning)
 
 
 class GuardedProcessor(CustomLogitProcessor):
@@ -52,8 +46,7 @@ class GuardedProcessor(CustomLogitProcessor):
 
     Args:
         serialized: the sender's processor.
-        is_stateless: whether it may be called for every slot of a block. Then each request is also called
-            alone, as SGLang's own assert that all requests have the same parameters.
+        is_stateless: whether it may be called for every slot of a block.
     """
 
     def __init__(self, serialized: str, is_stateless: bool):
@@ -63,61 +56,48 @@ class GuardedProcessor(CustomLogitProcessor):
     def _processor(self) -> CustomLogitProcessor:
         return CustomLogitProcessor.from_str(self._serialized)
 
-    def __call__(
-        self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
-    ) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
         """Shape the logits of each request's next token, [requests, vocab].
 
         If the processor raises, or leaves no largest logit, the request ends and this row stays as it was.
+        After a prefill SGLang's sampler would raise.
         """
-        params = custom_param_list or []
-        if not params:
+        if not custom_param_list:
             return logits
-        size = 1 if self.is_stateless else len(params)
-        groups = range(0, len(params), size)
-        shaped = torch.cat(
-            [self._shape(logits[i : i + size], params[i : i + size], _end_request) for i in groups]
-        )
-        # A decode step ends such requests by itself. After a prefill SGLang's sampler would raise.
-        broken = ~shaped.amax(dim=-1).isfinite()
-        for row in broken.nonzero()[:, 0].tolist():
-            shaped[row] = _end_request(logits[row], params[row], "the largest logit it leaves is not finite")
+        shaped, reasons = self.shape(logits, custom_param_list)
+        for row in (~shaped.amax(dim=-1).isfinite()).nonzero()[:, 0].tolist():
+            req, reason = (
+                custom_param_list[row][_REQUEST],
+                reasons.get(row, "the largest logit it leaves is not finite"),
+            )
+            message = f"custom_logit_processor: {reason}"
+            logger.warning("DFLASH ends request %s: %s", req.rid, message)
+            req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            shaped[row] = logits[row]
         return shaped
 
-    def shape_slots(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
-        """Shape the logits of slots of one request, [slots, vocab].
+    def shape(
+        self, logits: torch.Tensor, params: list[dict[str, Any]]
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Call the processor for all rows or, if that raises, for each row alone.
 
-        A slot at which the processor raises gets NaN: the request ends if its output comes to there.
+        Returns:
+            Shaped logits, NaN in rows at which the processor raises; the errors of these rows.
         """
-        return self._shape(logits, params, lambda row, *_: torch.full_like(row, torch.nan))
-
-    def _shape(self, logits: torch.Tensor, params: list[dict[str, Any]], on_error: _OnError) -> torch.Tensor:
-        """Call the processor for all rows or, if that raises, for each row alone."""
         try:
             shaped = self._processor(logits.clone(), params)
             if shaped.shape != logits.shape:
                 raise ValueError(f"logits {tuple(logits.shape)} came back as {tuple(shaped.shape)}")
-            return shaped.to(logits)
+            return shaped.to(logits), {}
         except Exception as error:  # the sender's code may raise anything
             reason = f"{type(error).__name__}: {error!s:.200}"
         if len(params) == 1:
-            return on_error(logits, params[0], reason)
-        _log_split(reason)
-        rows = range(len(params))
-        return torch.cat([self._shape(logits[i : i + 1], params[i : i + 1], on_error) for i in rows])
-
-
-@functools.lru_cache(maxsize=64)
-def _log_split(reason: str) -> None:
-    logger.warning("A custom logit processor raised for some rows, and is called for each: %s", reason)
-
-
-def _end_request(row: torch.Tensor, params: dict[str, Any], reason: str) -> torch.Tensor:
-    """End a request after this step, and return its logits."""
-    message = f"custom_logit_processor: {reason}"
-    logger.warning("DFLASH ends request %s: %s", params[_REQUEST].rid, message)
-    params[_REQUEST].to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
-    return row
+            return torch.full_like(logits, torch.nan), {0: reason}
+        if not self.is_stateless:  # SGLang's own assert that all rows have the same parameters
+            _warn_once("A custom logit processor raised, and is called for each row: %s", reason)
+        each = [self.shape(logits[i : i + 1], params[i : i + 1]) for i in range(len(params))]
+        errors = {row: error[0] for row, (_, error) in enumerate(each) if error}
+        return torch.cat([shaped for shaped, _ in each]), errors
 
 
 def guard(req: Any) -> None:
@@ -127,12 +107,11 @@ def guard(req: Any) -> None:
     an index outside ends the process.
     """
     processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
-    call = type(processor).__call__
+    call, ids = type(processor).__call__, []
     if req.sampling_params.custom_params is None:  # SGLang gives the request to the others
         req.sampling_params = copy.copy(req.sampling_params)
         req.sampling_params.custom_params = {_REQUEST: weakref.proxy(req)}
     params = req.sampling_params.custom_params
-    ids: Any = []
     if call is DisallowedTokensLogitsProcessor.__call__:
         ids = params.get("token_ids")
         if not isinstance(ids, list):
@@ -172,27 +151,20 @@ class RequestAtSlot:
 def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
     """Apply a batch's processors to the logits of blocks, in place.
 
-    The requests' outputs on the host must be complete (`disable_overlap_for`).
-
     Args:
-        batch: the scheduler's.
+        batch: the scheduler's. Its outputs on the host must be complete (`disable_overlap_for`).
         logits: [bs, B, vocab].
         chains: SGLang's GrammarTree of the blocks. Not read unless `need_tokens`.
     """
     apply_custom_logit_processor(logits[:, 0], batch.sampling_info)
-    num_slots = logits.shape[1]
-    if num_slots == 1:
-        return
-    for row, req in enumerate(batch.reqs):
-        if not runs_per_slot(req.custom_logit_processor):
-            continue
-        drafted = chains.resolve()[-1][row, 1:].tolist()
-        params = [
-            {**req.sampling_params.custom_params, _REQUEST: RequestAtSlot(req, drafted[:slot])}
-            for slot in range(1, num_slots)
-        ]
-        processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
-        logits[row, 1:] = processor.shape_slots(logits[row, 1:], params)
+    for row, req in enumerate(batch.reqs if logits.shape[1] > 1 else ()):
+        if runs_per_slot(req.custom_logit_processor):
+            drafted, given = chains.resolve()[-1][row, 1:].tolist(), req.sampling_params.custom_params
+            slots = range(1, logits.shape[1])
+            params = [{**given, _REQUEST: RequestAtSlot(req, drafted[:slot])} for slot in slots]
+            processor: Any = CustomLogitProcessor.from_str(req.custom_logit_processor)
+            # NaN: the request ends if its output comes to a slot at which the processor raises.
+            logits[row, 1:], _ = processor.shape(logits[row, 1:], params)
 
 
 @patches(
@@ -202,11 +174,6 @@ def apply_processors(batch: Any, logits: torch.Tensor, chains: Any) -> None:
     upstream="docs/dev/upstream/plugin-doors.md",
 )
 def disable_overlap_for(original: Callable[..., bool], scheduler: Any, batch: Any, last_batch: Any) -> bool:
-    """Disable overlap for logit processors too, which read their request's tokens.
-
-    They need complete outputs. With overlap the host learns of a cycle's tokens after the next one began.
-    """
-    if original(scheduler, batch, last_batch):
-        return True
+    """Disable overlap for logit processors too, which read all of their request's tokens."""
     has_processor = getattr(getattr(batch, "sampling_info", None), "has_custom_logit_processor", False)
-    return bool(has_processor and scheduler.result_queue)
+    return original(scheduler, batch, last_batch) or bool(has_processor and scheduler.result_queue)
