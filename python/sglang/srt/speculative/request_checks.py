@@ -28,7 +28,7 @@ INT64 = 2**63
 MAX_TOP_K = 2**31 - 1
 _GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # SGLang fills these in itself.
-_INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
+_INTERNAL: tuple[str, ...] = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
 _INTERNAL += ("is_normalized", "ebnf_full_assistant")
 # Fields of which each prompt has one. For several prompts they may be lists.
 _ONE_PER_PROMPT = (
