@@ -88,9 +88,9 @@ class Run:
 
     def go_on(self) -> int:
         """Run the parts, each if its estimate fits; return the exit status."""
+        self._show()  # figures of another machine come back, too, if this call is killed at once
         while found := self._next():
             self._run(*found)
-        self._show()
         print("\n".join(page.ratios(self._figures.records)))
         if left := page.parts_of(name for name in self._planned if name not in self._figures.records):
             print(f"left for the next call: {', '.join(left)}")

@@ -195,6 +195,9 @@ def test_machines_that_are_killed_lose_no_figure(tmp_path):
         # The last one may have been on its way.
         assert brought[-1] <= set(figures.records) and len(taken - set(figures.records)) <= 1
         brought.append(set(figures.records))
+        run.Run([], figures, GPU_SIZES, 0).go_on()  # a call that takes nothing
+        assert (tmp_path / "figures.tar.xz").stat().st_size
+        (tmp_path / "figures.tar.xz").unlink()
     assert len(brought[-1]) == 60
     assert "# DFLASH on a GPU" in (place / "page.md").read_text()
     other = state.Figures(tmp_path / "other", SETTING | {"machine": "another GPU"}, tmp_path)
