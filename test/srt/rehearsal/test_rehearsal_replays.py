@@ -22,6 +22,7 @@ ROOM = ("--max-running-requests", max(LOADS), "--max-total-tokens", 16384, "--co
 TOKENS = 8
 
 
+@pytest.mark.parametrize("loads", [LOADS[:2], pytest.param(LOADS[2:], marks=pytest.mark.rehearsal_full)])
 @pytest.mark.parametrize(
     "draft",
     [
@@ -30,11 +31,14 @@ TOKENS = 8
         pytest.param(PEAGLE_DRAFT, marks=pytest.mark.rehearsal_full, id="peagle"),
     ],
 )
-def test_greedy_and_drawn_drafts_at_each_load(draft, reference):
-    """Greedy requests get the target's answers, alone and beside sampled ones, whose blocks are drawn."""
+def test_greedy_and_drawn_drafts_at_each_load(draft, loads, reference):
+    """Greedy requests get the target's answers, alone and beside sampled ones, whose blocks are drawn.
+
+    A step of 48 requests takes ten seconds and more, as kernels are interpreted.
+    """
     greedy, sampled = greedy_requests(5, TOKENS), greedy_requests(5, TOKENS, temperature=1.0, top_k=2)
     with rehearse(Scene("fa3", buckets=LOADS), draft, *ROOM, *PROBABILISTIC) as played:
-        for load, kinds in itertools.product(LOADS, (greedy, sampled, greedy + sampled)):
+        for load, kinds in itertools.product(loads, (greedy, sampled, greedy + sampled)):
             requests = list(itertools.islice(itertools.cycle(kinds), load))
             played.forget()
             answers = played.server.generate_many(requests, load)
