@@ -140,6 +140,7 @@ class DFlashDraftConfig:
     @classmethod
     def _read(cls, fields: Fields) -> dict[str, Any]:
         """Read the values of the attributes."""
+        values = _read_block(fields)
         vocab_size = fields.take("vocab_size", int, least=1)
         drafted = fields.take("draft_vocab_size", int, vocab_size, least=1)
         if vocab_size and drafted and drafted > vocab_size:
@@ -153,7 +154,7 @@ class DFlashDraftConfig:
         causal = fields.take("is_causal", bool, None)
         if causal is None:
             causal = fields.take("causal", bool, None)
-        values = {
+        values |= {
             "hidden_size": fields.take("hidden_size", int, least=1),
             "num_hidden_layers": fields.take("num_hidden_layers", int, **_LAYERS),
             "vocab_size": vocab_size,
@@ -170,8 +171,7 @@ class DFlashDraftConfig:
             "max_position_embeddings": fields.take("max_position_embeddings", int, None, least=1),
         }
         depth = values["num_hidden_layers"]
-        values |= _read_block(fields) | _read_target_layers(fields, depth or 1)
-        values |= _read_windows(fields, depth, causal)
+        values |= _read_target_layers(fields, depth or 1) | _read_windows(fields, depth, causal)
         assumed = (
             ("block_size", "block_size", values["block_size"]),
             ("target_layer_ids", "dflash_config.target_layer_ids", [*values["target_layer_ids"]]),
