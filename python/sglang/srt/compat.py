@@ -19,15 +19,10 @@ except ImportError:  # 0.5.22: norm and rotation are separate kernels there
 
 @dataclass(frozen=True)
 class DraftLayout:
-    """The ranks of a draft, for SGLang 0.5.22, which has no such type.
+    """The ranks of a draft, for SGLang 0.5.22, which has no such type."""
 
-    Attributes:
-        tp_group: the ranks that share requests. None: all ranks of the target.
-        attn_tp_size: number of ranks that share requests.
-    """
-
-    tp_group: Any
-    attn_tp_size: int
+    tp_group: Any  # the ranks that share requests. None: all ranks of the target
+    attn_tp_size: int  # number of ranks that share requests
 
     @property
     def local_dp(self) -> bool:
@@ -35,10 +30,7 @@ class DraftLayout:
 
 
 def resolve_draft_layout() -> Any:
-    """Return the ranks of a draft whose layers all see the same rows.
-
-    Call it outside `run_as_draft`.
-    """
+    """Return the ranks of a draft whose layers all see the same rows, outside `run_as_draft`."""
     try:
         from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
         from sglang.srt.speculative.draft_parallel import resolve_draft_parallel_layout

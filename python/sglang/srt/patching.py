@@ -1,18 +1,17 @@
 """Patches of SGLang: the decorator that declares one, its check, and its application.
 
 `@patches(...)` stands over the function or class that takes a target's place. `plugins/patches.py` lists the
-modules that hold patches, by the time when they are made. Each target is looked up and its signature compared
-before any is touched. If a patch that DFLASH needs cannot be made, none of its time is made. If another patch
-cannot be made, its feature is off.
+modules that hold patches, by the time when they are made. All targets are checked before any is touched. If a
+patch that DFLASH needs cannot be made, none of its time is. If another cannot be made, its feature is off.
 
-SGLang's own HookRegistry is not used. It logs a hook that fails, and the server runs without it. For every
-hook it walks all attributes of all loaded modules, ten times as long as the rest of our installation takes.
+SGLang's HookRegistry logs a hook that fails and goes on, and for each hook it walks all loaded modules.
 """
 
 import functools
 import importlib
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import multiprocessing
 import sys
@@ -51,8 +50,7 @@ class Patch:
         at: Times when the patch is made.
         upstream: Proposal that would make the patch unnecessary, a link or a text in our docs.
         until: First release of SGLang that does not need the patch. None: every supported release needs it.
-        feature: Feature that is off if the target is missing or has changed. None: DFLASH cannot be served
-            without the patch.
+        feature: Feature that is off without the patch. None: DFLASH cannot be served without it.
         signature: The target's parameters. For a class only those that SGLang passes. None: unknown.
     """
 
@@ -127,21 +125,13 @@ _declared: defaultdict[str, list[Patch]] = defaultdict(list)
 def patches(target: str, *, at: str | Sequence[str], upstream: str, **fields: Any) -> Callable[[T], T]:
     """Declare that the decorated function or class takes the place of one in SGLang.
 
-    The docstring's first line is the reason. A function whose first parameter is called `original` gets
-    SGLang's before the arguments of a call.
-
-    Args:
-        target: as of `Patch`.
-        at: a time, or several.
-        upstream: as of `Patch`.
-        fields: others of `Patch`.
+    The docstring's first line is the reason. The arguments are fields of `Patch`, with one time or several.
     """
 
     def declare(ours: T) -> T:
         times = (at,) if isinstance(at, str) else at
-        _declared[ours.__module__].append(
-            Patch(target=target, ours=ours, at=times, upstream=upstream, **fields)
-        )
+        patch = Patch(target=target, ours=ours, at=times, upstream=upstream, **fields)
+        _declared[ours.__module__].append(patch)
         return ours
 
     return declare
@@ -154,16 +144,9 @@ def declared_in(module: str, at: str) -> list[Patch]:
 
 
 def release_numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version, for sorting.
-
-    A version without any is the newest.
-    """
-    numbers = []
-    for part in version.split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers) or (2**31,)
+    """Return the numbers of a version, for sorting. A version without any is the newest."""
+    numbers = itertools.takewhile(str.isdigit, version.split("."))
+    return tuple(map(int, numbers)) or (2**31,)
 
 
 def installed_version() -> str:
@@ -202,11 +185,8 @@ def relevant(table: Sequence[Patch]) -> list[Patch]:
 def install(table: Sequence[Patch]) -> list[tuple[Any, Any]]:
     """Check all patches of a table, then apply them in this process.
 
-    Returns:
-        The old and the new value of every name of a module. Other modules may have imported it.
-
-    Raises:
-        Mismatch: A required patch cannot be made. Then no patch of the table is made.
+    Returns the old and the new value of each name of a module, which others may have imported. Raises
+    Mismatch, before any patch is made, if a required one cannot be.
     """
     needed = relevant(table)
     missing = missing_features(needed)
@@ -251,11 +231,7 @@ def check(patch: Patch) -> None:
 
 
 def missing_features(table: Sequence[Patch]) -> dict[str, str]:
-    """Return the features that lack a target, with the reasons.
-
-    Raises:
-        Mismatch: A required patch lacks its target.
-    """
+    """Return the features that lack a target, and why. Raises Mismatch for a required patch."""
     missing: dict[str, str] = {}
     for patch in table:
         try:

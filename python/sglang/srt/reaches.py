@@ -1,7 +1,7 @@
-"""Names inside SGLang and FlashInfer without which DFLASH does not start.
+"""Names inside SGLang that we write or override, without which DFLASH does not start.
 
-We write or override them. A write to a name that SGLang no longer reads raises nothing, so a server looks.
-`tools/sglang_diff/reaches.py` says where each is used and what for, and a test compares both with our source.
+A write to a name that SGLang no longer reads raises nothing, so a server looks. The ledger of
+`tools/sglang_diff` says where each is used and what for, and a test compares both with our source.
 """
 
 import functools
@@ -16,10 +16,7 @@ ON_CPU = "attention and reordered weights on a CPU"
 
 
 def _owners(table: str) -> dict[str, list[str]]:
-    """Read lines `owner: names`, of owners below `sglang.srt` or in FlashInfer.
-
-    Two spaces continue a line.
-    """
+    """Read lines `owner: names`, of owners below `sglang.srt`. Two spaces continue a line."""
     lines = table.strip().replace("\n  ", " ").splitlines()
     return {owner: names.split() for owner, names in (line.strip().split(": ") for line in lines)}
 
@@ -73,11 +70,7 @@ model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner: _build_rag
 speculative.ragged_verify.RaggedVerifyLayout: padded_to_bucket
         """
     ),
-    WAIT: _owners(
-        """
-managers.overlap_utils.FutureMap: needs_cpu_seq_lens resolve_seq_lens_cpu
-        """
-    ),
+    WAIT: _owners("managers.overlap_utils.FutureMap: needs_cpu_seq_lens resolve_seq_lens_cpu"),
     ON_CPU: _owners(
         """
 layers.attention.torch_native_backend.TorchNativeAttnBackend: forward_decode forward_extend
@@ -91,7 +84,7 @@ managers.schedule_batch.ScheduleBatch: mamba_track_buffer_indices mamba_track_in
 
 @functools.cache
 def find_misfit(feature: str | None) -> str | None:
-    """Return which name that a feature needs is not there. None: all are."""
+    """Return which name that a feature needs is not there, or None."""
     for place, names in NEEDED[feature].items():
         path = f"sglang.srt.{place}"
         try:

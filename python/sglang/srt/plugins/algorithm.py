@@ -28,11 +28,8 @@ HTTP_WORKERS = "SGLANG_HTTP_SERVER_APP_PATH"
 class ServedName(str):
     """The name DFLASH, by which SGLang finds our algorithm instead of its built-in.
 
-    SGLang looks an algorithm up by `name.upper()`. About twenty other places, and `/server_info`, read the
-    name itself. So it stays DFLASH.
-
-    ReplaySSM on GatedDeltaNet rests on this too: `_build_hybrid_req_pool` of SGLang refuses it for a name
-    whose `upper()` is DFLASH.
+    SGLang looks an algorithm up by `name.upper()`, and `_build_hybrid_req_pool` refuses ReplaySSM for DFLASH
+    by it. About twenty other places, and `/server_info`, read the name itself.
     """
 
     def upper(self) -> str:
@@ -41,10 +38,9 @@ class ServedName(str):
 
 
 class DFlashAlgorithm(CustomSpecAlgo):
-    """The plugin's algorithm.
+    """The plugin's algorithm, which answers SGLang's questions as the built-in DFLASH does.
 
-    It answers SGLang's questions about its kind as the built-in DFLASH does. It equals the built-in, because
-    SGLang's forward-pass metrics compare members.
+    It equals the built-in, because SGLang's forward-pass metrics compare members.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -89,10 +85,7 @@ for _name in vars(SpeculativeAlgorithm):
 
 
 def register() -> None:
-    """Register the algorithm under its own name, and as PEAGLE, which SGLang does not have.
-
-    A second call in a process does nothing.
-    """
+    """Register the algorithm, once, under its name and as PEAGLE, which SGLang does not have."""
     if get_spec(NAME) is not None:
         return
     for name in (NAME, "PEAGLE"):

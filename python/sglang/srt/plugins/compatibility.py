@@ -1,9 +1,8 @@
 """Decides whether our DFLASH can run on the installed SGLang.
 
-The decision is made once, in the process that resolves the arguments, and only if DFLASH is requested. It
-compares signatures. On a supported release only required targets are looked up, as another plugin may have
-replaced one of them. On any other SGLang each target is, and what `reaches.py` names, and our worker is
-imported too. `tools/sglang_diff` compares the bodies of targets as well.
+The process that resolves the arguments decides once, if DFLASH is requested, by signatures. On a supported
+release required targets are looked up, as another plugin may have replaced one. On any other SGLang all are,
+and what `reaches.py` names, and our worker is imported. `tools/sglang_diff` compares bodies as well.
 """
 
 import functools
@@ -27,9 +26,9 @@ SUPPORTED = ("0.5.22", "0.5.23")  # oldest first
 
 @functools.cache
 def why_off() -> str | None:
-    """Return why our DFLASH cannot run on this SGLang. None: it can.
+    """Return why our DFLASH cannot run on this SGLang, or None.
 
-    If it can on a release that is not a supported one, a warning says so once.
+    Warns once if the release is untested but every patch fits.
     """
     version = installed_version()
     is_supported = version in SUPPORTED
@@ -56,12 +55,9 @@ def why_off() -> str | None:
 
 
 def leave_to_sglang(server_args: Any) -> bool:
-    """Decide for the built-in if our DFLASH does not fit this SGLang.
+    """Decide for the built-in if our DFLASH does not fit this SGLang, and log why.
 
-    The log says why. Returns whether the built-in serves.
-
-    Raises:
-        ValueError: Something was requested that the built-in lacks.
+    Returns whether the built-in serves. Raises ValueError if something was requested that it lacks.
     """
     reason = why_off()
     if reason is None:

@@ -18,7 +18,7 @@ CPU_STEPS = ("handle_cpu_backends", "handle_model_specific_adjustments")
 
 
 def prepare_platform() -> None:
-    """Activate the CPU runtime if needed: runs inside `import sglang`, before any kernel.
+    """Activate the CPU runtime if needed, inside `import sglang` and before any kernel.
 
     SGLang calls it as group `sglang.srt.platforms`. The result None leaves the choice of platform to SGLang.
     """

@@ -1,7 +1,7 @@
 """Starts that end: with the message alone, and where the plugin's own activation failed.
 
-SGLang's loader logs a plugin that fails and goes on. A server that asks for DFLASH would then run without us.
-This file imports no module whose import may have failed.
+SGLang's loader logs a plugin that fails, and a server that asks for DFLASH would run without it. This file
+imports no module whose import may have failed.
 """
 
 import contextlib
@@ -25,10 +25,7 @@ _failures: list[str] = []
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Let a command that is refused end with the message alone.
-
-    A caller in Python, as with `sglang.Engine`, gets the exception. Its traceback is logged at level debug.
-    """
+    """Let a refused command end with the message alone. Python callers get the exception."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -48,8 +45,7 @@ def refusing() -> Iterator[None]:
 def fail_activation(error: Exception) -> None:
     """Log why the plugin is off, and refuse DFLASH with this reason from then on.
 
-    Raises:
-        SystemExit: The command line asks for DFLASH, and SGLang has no step of arguments to refuse it in.
+    Raises SystemExit if the command line asks for DFLASH, and SGLang has no step to refuse it in.
     """
     reason = str(error) if isinstance(error, Mismatch) else f"{type(error).__name__}: {error}"
     text = (

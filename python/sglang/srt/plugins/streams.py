@@ -46,7 +46,7 @@ class DecodeStatus(detokenizer_manager.DecodeStatus):
 
 
 def run_detokenizer(run: Callable[..., None], *args: Any) -> None:
-    """Patch a detokenizer, and run it: the main function of its process."""
+    """Patch a detokenizer, and run it, as the main function of its process."""
     patching.install(patches_at(DETOKENIZER))
     run(*args)
 

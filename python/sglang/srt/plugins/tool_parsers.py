@@ -1,9 +1,8 @@
 """SGLang's streaming parsers, fed in pieces of a token's size.
 
-Many of SGLang's detectors take one step of a tool call per increment. A chunk that ends one call and begins
-the next then loses arguments, or a call. A step of DFLASH is such a chunk. Other detectors need a marker such
-as `<tool_call>` in one increment, because it is one token of their models. So each detector reads a chunk in
-pieces of at most a word, with markers whole, and the results are joined.
+Many of SGLang's detectors take one step of a tool call per increment, and a chunk of DFLASH may hold several:
+arguments, or a call, are then lost. Others need a marker such as `<tool_call>` in one increment, as it is one
+token of their models. So each reads a chunk in pieces of at most a word, with markers whole.
 """
 
 import functools
@@ -27,7 +26,7 @@ def pieces_of(text: str) -> list[str]:
 def join_results(results: Sequence[Any]) -> Any:
     """Join a detector's results for several pieces into the last of them.
 
-    Arguments of one call that follow each other become one item, as they are one event of the stream.
+    Consecutive argument deltas of a call become one, as one chunk sends one event.
     """
     last = results[-1]
     for field in ("normal_text", "reasoning_text"):
