@@ -96,7 +96,7 @@ def main() -> int:
         run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
         run(HERE / "train.py", rows, TARGET, SERVED, new, "--work", work, "--minutes", args.minutes)
         gate = ("-m", "sglang_dflash.doctor", "--model-path", TARGET, "--compare", SERVED, new)
-        texts = ("--texts", record, "--general", GENERAL, "--max-new-tokens", 48)
+        texts = ("--texts", record, "--general", GENERAL, "--max-new-tokens", 32)
         status = run(*gate, *texts, is_checked=False)
         if status == 0:
             swap(url, new, "own-1")

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 TRAINING = Path(__file__).resolve().parents[2] / "models" / "training"
 sys.path.insert(0, str(TRAINING))
 
@@ -41,6 +43,15 @@ def mixed_rows(path: Path, general: Path, share: float) -> list[Row]:
     return rows
 
 
+def blend(served: Path, new: Path, share: float) -> None:
+    """Put the average of two drafts in place of the new one, which weighs `share`: it forgets less."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (served, new))
+    mixed = {
+        name: before[name].float().lerp(after[name].float(), share).to(after[name].dtype) for name in after
+    }
+    save_file(mixed, new / "model.safetensors", metadata={"format": "pt"})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name in ("rows", "target", "served", "new"):
@@ -49,6 +60,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6)
     parser.add_argument("--general", type=Path, default=TRAINING / "prompts" / "smollm2-answers.npz")
     parser.add_argument("--general-share", type=float, default=0.5, help="of the answer tokens")
+    parser.add_argument("--blend", type=float, default=0.5, help="of the trained weights, the rest is SERVED")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     packed, shards = args.work / "rows.npz", args.work / "shards"
@@ -63,6 +75,7 @@ def main() -> None:
     options += ["--rows", 4, "--anchors", 48, "--average", 0.9]
     command = [sys.executable, TRAINING / "train_chat_draft.py", shards, args.target, args.new, *options]
     subprocess.run([str(word) for word in command], check=True)
+    blend(args.served, args.new, args.blend)
 
 
 if __name__ == "__main__":
