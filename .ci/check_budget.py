@@ -1,7 +1,8 @@
-"""Check that no room has more lines than `.ci/budget.toml` allows, and that each raise of it was paid for.
+"""Check that no room is larger than `.ci/budget.toml` allows, and that each raise of it was paid for.
 
-A file belongs to the longest folder of the budget that it is below. A commit that raises a number, or the sum
-of all, has a line `Figure:` (a page and a ratio) or `Bug:` (a test) in its body. Exit status 1 otherwise.
+Code is counted in lines, pages in words. A file belongs to the longest path of the budget that it is below. A
+commit that raises the number of a product room, or their sum, has a line `Figure:` (a page and a ratio) or
+`Bug:` (a test) in its body. Exit status 1 otherwise.
 """
 
 import re
@@ -12,20 +13,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = ".ci/budget.toml"
+PRODUCT = "python/"
+CODE = (".py", ".sh")
 PAID = re.compile(r"^(Figure|Bug): \S", re.MULTILINE)
 
 
-def lines_by_room(root: Path, rooms: dict[str, int]) -> dict[str, int]:
-    """Count the lines of the Python files of each room, without the rooms inside it."""
-    lines = dict.fromkeys(rooms, 0)
-    for path in {path for room in rooms for path in (root / room).rglob("*.py")}:
-        inside = [room for room in rooms if path.is_relative_to(root / room)]
-        lines[max(inside, key=len)] += len(path.read_text(encoding="utf-8").splitlines())
-    return lines
+def sizes_of(root: Path, rooms: dict[str, int]) -> dict[str, int]:
+    """Count the words of pages or the lines of code of each room, without the rooms inside it."""
+    sizes = dict.fromkeys(rooms, 0)
+    for room in rooms:
+        is_pages = room.startswith("docs") or room.endswith(".md")
+        for path in [root / room, *(root / room).rglob("*")]:
+            name = path.relative_to(root)
+            inside = [other for other in rooms if name.is_relative_to(other)]
+            if path.is_file() and max(inside, key=len) == room:
+                if is_pages and path.suffix == ".md":
+                    sizes[room] += len(path.read_text(encoding="utf-8").split())
+                elif not is_pages and path.suffix in CODE:
+                    sizes[room] += len(path.read_text(encoding="utf-8").splitlines())
+    return sizes
 
 
 def is_raised(new: dict[str, int], old: dict[str, int]) -> bool:
-    """Return whether a room that was there got a larger number, or all together did."""
+    """Return whether a product room that was there got a larger number, or all together did."""
+    new, old = (
+        {room: size for room, size in sizes.items() if room.startswith(PRODUCT)} for sizes in (new, old)
+    )
     return any(new[room] > old[room] for room in new.keys() & old.keys()) or sum(new.values()) > sum(
         old.values()
     )
@@ -47,14 +60,14 @@ def unpaid_commits() -> list[str]:
 
 
 def main() -> int:
-    """Print what is wrong, then the sum, and return the exit status."""
+    """Print what is wrong, then the sum of the product, and return the exit status."""
     rooms = tomllib.loads((ROOT / BUDGET).read_text())
-    lines = lines_by_room(ROOT, rooms)
-    wrong = [
-        f"{room}: {lines[room]} lines, {rooms[room]} allowed" for room in rooms if lines[room] > rooms[room]
-    ]
+    sizes = sizes_of(ROOT, rooms)
+    wrong = [f"{room}: {sizes[room]}, {rooms[room]} allowed" for room in rooms if sizes[room] > rooms[room]]
     wrong += [f"{commit}: raises the budget without `Figure:` or `Bug:`" for commit in unpaid_commits()]
-    print(*wrong, f"{sum(lines.values())} lines of {sum(rooms.values())} allowed.", sep="\n")
+    product = [room for room in rooms if room.startswith(PRODUCT)]
+    used, allowed = (sum(counts[room] for room in product) for counts in (sizes, rooms))
+    print(*wrong, f"{used} product lines of {allowed} allowed.", sep="\n")
     return int(bool(wrong))
 
 
