@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from serving import PEAGLE_DRAFT, TARGET, dflash_arguments, heldout_prompts
+from serving import PEAGLE_DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments, heldout_prompts
 from support.parity import FLOAT32_TIE
 from support.penalized import NEUTRAL, penalized, request
 from support.scheduled import Answer, Job, run
@@ -112,7 +112,7 @@ SETTINGS = {
     "widths change": [*dflash_arguments(), *WIDTHS_CHANGE],
     "P-EAGLE, no overlap": [
         *dflash_arguments(PEAGLE_DRAFT),
-        *WIDTHS_CHANGE,  # by the tests' costs a P-EAGLE draft of random requests seldom pays
+        *WHOLE_BLOCKS,
         "--disable-overlap-schedule",
     ],
 }

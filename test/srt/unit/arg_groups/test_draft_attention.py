@@ -14,7 +14,7 @@ from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 
 FULL = {"has_sliding_layers": False, "shifts_request_table": False}
 SLIDING = FULL | {"has_sliding_layers": True, "sliding_window": 2048}
-PEAGLE = FULL | {"shifts_request_table": PEagleDraftConfig.shifts_request_table}
+PEAGLE = FULL | {name: getattr(PEagleDraftConfig, name) for name in ("kind", "shifts_request_table")}
 FROM_ANCHOR, FROM_QUERY = SLIDING | {"window_from_anchor": True}, SLIDING | {"window_from_anchor": False}
 
 
