@@ -22,7 +22,7 @@ from support.parity import FLOAT32_TIE
 from support.penalized import NEUTRAL, penalized
 from support.penalized import request as request_of
 from support.scheduled import Answer, Job, Oracle, run
-from support.servers import COPIES, FLOAT32, patched
+from support.servers import COPIES, FLOAT32, LATE_LENGTHS, patched
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not runtime.needs_stand_in(), reason="a GPU drafts no narrower blocks"),
 ]
 
-REQUESTS = 3000  # of all cases together
+REQUESTS = 4500  # of all cases together
 SEED = 0
 VOCABULARY, ENDS = 2048, {0, 2}
 TIE = 2 * FLOAT32_TIE  # Hugging Face's rounding comes on top of the engine's
@@ -52,6 +52,12 @@ SERVERS = (
     ("--page-size", "16"),
     ("--max-total-tokens", "700"),  # retracts requests
 )
+# How steps follow each other: flags, and variables of the environment.
+SCHEDULES = {
+    "overlap": ((), {}),
+    "no overlap": (("--disable-overlap-schedule",), {}),
+    "late lengths": ((), LATE_LENGTHS),
+}
 # Under an estimate of short answers the scheduler admits more requests than a small pool can finish.
 ENVIRONMENT = {"SGLANG_MAMBA_CONV_DTYPE": "float32", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"}
 FIELDS = (
@@ -132,11 +138,11 @@ def difference(model, tokenizer: Tokenizer, job: Job, answer: Answer) -> str | N
 
 
 class Seen(Watch):
-    """Notes sizes of batches, and accepted copies of requests that no oracle drafts for."""
+    """Notes sizes of batches, late lengths, and accepted copies of requests that no oracle drafts for."""
 
     def __init__(self, path: Path, late: bool, forced: set[int]):
         super().__init__(path, late)
-        self.forced, self.copied, self.sizes = forced, 0, set()
+        self.forced, self.copied, self.sizes, self.arriving = forced, 0, set(), 0
 
     def __call__(self, scheduler) -> None:
         """Register in the scheduler's process."""
@@ -151,9 +157,11 @@ class Seen(Watch):
 
     def on_begun(self, batch):
         self.sizes.add(len(batch.reqs))
+        self.arriving += batch.spec_info.arriving_lens is not None
         report = {
             **self.worker.reports["speculative_width"],
             "copied": self.copied,
+            "arriving": self.arriving,
             "sizes": sorted(self.sizes),
         }
         self.path.write_text(json.dumps(report))
@@ -175,11 +183,12 @@ def deepseek(tmp_path_factory) -> Path:
     return make_deepseek_draft(tmp_path_factory.mktemp("deepseek") / "draft")
 
 
-@pytest.mark.parametrize("switches", [(), ("--disable-overlap-schedule",)], ids=["overlap", "no overlap"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("trained", "draft", "block"), PAIRS)
-def test_no_answer_differs(trained, draft, block, switches, hybrid, deepseek, tmp_path, request):
+def test_no_answer_differs(trained, draft, block, schedule, hybrid, deepseek, tmp_path, request):
     target, seed = hybrid if trained == HYBRID_TARGET else TARGET, f"{SEED} {request.node.name}"
-    draw, count = random.Random(seed), -(-REQUESTS // (2 * len(PAIRS)))
+    switches, variables = SCHEDULES[schedule]
+    draw, count = random.Random(seed), -(-REQUESTS // (len(SCHEDULES) * len(PAIRS)))
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     first = draw_jobs(draw, tokenizer, count * 3 // 4)
     plain = ["--model-path", target, *FLOAT32]
@@ -196,7 +205,8 @@ def test_no_answer_differs(trained, draft, block, switches, hybrid, deepseek, tm
     arguments += [*COPIES, *switches, *server, "--max-running-requests", "16"]
     arguments += ["--mamba-track-interval", "64"] if target == hybrid else []  # the finest grid of states
     seen = Seen(tmp_path / "seen", late=draw.random() < 0.5, forced=set(range(0, len(first), 3)))
-    found = run(arguments, [first, second], oracle, ENVIRONMENT | patched("cheap_rows"), prepare=seen)
+    environment = ENVIRONMENT | variables | patched("cheap_rows", "late_lengths")
+    found = run(arguments, [first, second], oracle, environment, prepare=seen)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     wrong, kinds = [], Counter()
     for number, (job, answer) in enumerate(zip(first + second, sum(found, []), strict=True)):
@@ -213,5 +223,6 @@ def test_no_answer_differs(trained, draft, block, switches, hybrid, deepseek, tm
     assert kinds["compared"] > 0.7 * count and {1, 8} <= set(report["sizes"]), report["sizes"]
     assert report["copied"] > 20 and report["probes"] > 5 and kinds["whole"], (report, kinds)
     assert len(report["cycles_per_width"]) > 3, report
+    assert bool(report["arriving"]) == (schedule == "late lengths"), report
     assert {"FINISH_ABORT", "FINISH_LENGTH", "FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR"} <= kinds.keys()
     assert kinds["cached"] and bool(kinds["retractions"]) == ("--max-total-tokens" in server), kinds
