@@ -112,7 +112,7 @@ SETTINGS = {
     "widths change": [*dflash_arguments(), *WIDTHS_CHANGE],
     "P-EAGLE, no overlap": [
         *dflash_arguments(PEAGLE_DRAFT),
-        *WHOLE_BLOCKS,
+        WHOLE_BLOCKS,
         "--disable-overlap-schedule",
     ],
 }

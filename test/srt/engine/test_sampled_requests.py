@@ -69,11 +69,11 @@ CASES = (
 
 # Ways to draft; under each the output must follow the target's sampler.
 DRAFTING = {
-    "greedy": [*dflash_arguments(), *WHOLE_BLOCKS],
+    "greedy": [*dflash_arguments(), WHOLE_BLOCKS],
     # A reduced vocabulary.
     "probabilistic, speculators": [
         *dflash_arguments(SPECULATORS_DRAFT),
-        *WHOLE_BLOCKS,
+        WHOLE_BLOCKS,
         "--speculative-use-rejection-sampling",
     ],
 }
