@@ -173,21 +173,26 @@ def test_a_draft_that_the_built_in_cannot_read_does_not_fall_back(written_by, tm
         resolve(record_of(draft, attn_cp_size=2))
 
 
-# name -> (arguments, words of the refusal)
+# name -> (changes to the draft's config, arguments, words of the refusal)
 REFUSED_BY_BOTH = {
-    "pipeline parallelism": ({"pp_size": 2}, "--pp-size"),
-    "DP attention without a whole head": (DP, "--enable-dp-lm-head"),
-    "heads that cannot be split": ({"tp_size": 3}, "cannot be split over --tp 3"),
+    "pipeline parallelism": ({}, {"pp_size": 2}, "--pp-size"),
+    "DP attention without a whole head": ({}, DP, "--enable-dp-lm-head"),
+    "heads that cannot be split": ({}, {"tp_size": 3}, "cannot be split over --tp 3"),
+    "a CPU": (
+        {"use_gemma_norm": True},
+        {"device": "cpu", "attention_backend": "torch_native"},
+        "Gemma's RMSNorm",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED_BY_BOTH)
-def test_what_the_built_in_lacks_too_is_refused(name):
-    arguments, words = REFUSED_BY_BOTH[name]
+def test_what_the_built_in_lacks_too_is_refused(name, tmp_path):
+    changes, arguments, words = REFUSED_BY_BOTH[name]
     with pytest.raises(
-        ValueError, match="(?s)DFLASH does not support.*does not support all of this either"
+        ValueError, match="(?s)DFLASH does not support.*does not support all of this either on device"
     ) as refused:
-        resolve(record_of(**arguments))
+        resolve(record_of(changed_draft(changes, tmp_path), **arguments))
     assert words in str(refused.value)
 
 
@@ -198,12 +203,6 @@ HANDED_OVER = {
         {"attn_cp_size": 2, "attn_dp_size": 2, "tp_size": 4, "enable_dp_lm_head": True},
         "--attn-cp-size",
         "does not support dp attention" if BUILTIN_LACKS_DP else "does not support context parallel",
-    ),
-    "a CPU": (
-        {"use_gemma_norm": True},
-        {"device": "cpu", "attention_backend": "torch_native"},
-        "Gemma's RMSNorm",
-        "not supported by",
     ),
 }
 HANDED_OVER |= {name: (*FALLBACKS[name], "does not support dp attention") for name in NEED_DP}
