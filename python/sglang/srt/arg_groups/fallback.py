@@ -76,10 +76,10 @@ def _reasons_to_refuse(server_args: Any, found: list[Unsupported]) -> list[str]:
     args = resolving_view(server_args)
     draft = args.speculative_draft_model_path
     config = read_config(draft, args.speculative_draft_model_revision) or {}
+    # The built-in drafts greedily, too.
     requested = [name for name, o in OPTIONS_OF_OURS.items() if o.get() not in (o.default, "greedy")]
     if is_speculators_config(config) or is_converted(config, draft):
         requested.append("a reader of this draft's format")
     is_served = args.device != "cpu" and all(finding.builtin_supports for finding in found)
     reasons = [f"it lacks {feature}, which was requested" for feature in requested]
-    either = f"it does not support all of this either on device {args.device!r}"
-    return reasons if is_served else [*reasons, either]
+    return reasons if is_served else [*reasons, f"it does not support this on {args.device!r} either"]
