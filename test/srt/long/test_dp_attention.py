@@ -37,7 +37,7 @@ from support.rank_checks import (
 from support.servers import FLOAT32, Reference
 
 from sglang_dflash.srt.arg_groups.support import dp_attention_findings
-from sglang_dflash.srt.speculative import parallel
+from sglang_dflash.srt.speculative import idle_rank
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_utils import check_borrowed_layers
 from sglang_dflash.srt.speculative.drafters import build
@@ -218,10 +218,10 @@ def test_no_rank_replays_a_graph_beside_an_idle_one(requests, may_replay):
 def test_an_idle_rank_takes_part_in_the_others_forward(in_prefill, monkeypatch):
     """It takes their number of rows per request, without sampling and without output."""
     forward = SimpleNamespace(original_global_num_tokens_cpu=[0, 3], can_run_decode_cuda_graph=True)
-    monkeypatch.setattr(parallel.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
+    monkeypatch.setattr(idle_rank.ForwardBatch, "init_new", lambda batch, runner, **_: forward)
     target_worker = MagicMock(device="cpu")
     batch = SimpleNamespace(is_extend_in_batch=in_prefill, spec_info=None)
-    result = parallel.run_idle(batch, target_worker, block_size=8)
+    result = idle_rank.run_idle(batch, target_worker, block_size=8)
     target_worker.forward_batch_generation.assert_called_once_with(
         batch=None, forward_batch=forward, is_verify=True
     )
