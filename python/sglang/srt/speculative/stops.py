@@ -26,15 +26,17 @@ def truncate_at_first_stop(original: Callable[..., None], req: Any, new_accepted
     abort, req.to_finish = req.to_finish, None
     run = req.output_ids[-new_accepted_len:]
     original(req, new_accepted_len)
-    if req.finished_len is not None and new_accepted_len > 1:
+    # A regular expression that names the end of the text matches in no run that goes on behind it.
+    if new_accepted_len > 1 and (req.finished_len is not None or req.sampling_params.stop_regex_strs):
         _stop_token_by_token(req, original, run)
+    if req.finished_len is not None:
         req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)
     if abort:
         req.finished_reason = abort
 
 
 def _stop_token_by_token(req: Any, check: Callable[[Any], None], run: Any) -> None:
-    """Find the first stop of a request that has one in its last tokens.
+    """Find the first stop of a request in its last tokens.
 
     SGLang has put another token in place of the first that is not in the vocabulary (NaN). `run` has the
     tokens as they were.
@@ -43,7 +45,7 @@ def _stop_token_by_token(req: Any, check: Callable[[Any], None], run: Any) -> No
     found = req.finished_reason, req.finished_len
     old = output_ids[: -len(run)]
     req.grammar = None  # it has read the whole run
-    for end in range(1, found[1] - len(old) + 1):
+    for end in range(1, (found[1] or len(output_ids)) - len(old) + 1):
         req.output_ids = old + run[:end]
         req.finished_reason = req.finished_len = None
         check(req)

@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from serving import TARGET
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
@@ -75,6 +75,7 @@ STOPS = ("self", "return", "\n", "\n\n", ":\n ", "text\n\ncl")
     st.integers(0, 20),
     st.booleans(),
 )
+@example([], ["\\n$"], set(), 17, 0, True, 0, False)  # matches inside a run at the end of no run
 def test_a_run_ends_where_single_tokens_do(
     tokenizer, stop, stop_regex, ends, longest, at, ignores, aborted_at, breaks
 ):
