@@ -79,6 +79,7 @@ class Simulation:
         busy: the most by which another process lengthens each time that start-up measures.
         stalls: share of cycles that take a hundred times as long as they say.
         pace: how many times as long a cycle takes as it should, by its number.
+        of_new: factor on the acceptance of a request's first two cycles.
     """
 
     cost: Cost
@@ -91,6 +92,7 @@ class Simulation:
     busy: float = 1.0
     stalls: float = 0.0
     pace: Callable[[int], float] = lambda number: 1.0
+    of_new: float = 1.0
     seed: int = 0
     chosen: list[np.ndarray] = field(default_factory=list)
 
@@ -124,12 +126,13 @@ class Simulation:
         self.accept_probs = np.stack([KINDS[next(kinds)] for _ in rows])
         said, born, late = self.rng.integers(0, 256, n), np.zeros(n, dtype=int), []
         self.chosen, self.tokens, self.seconds = [], 0.0, 0.0
-        matches, caps = np.zeros(n, dtype=int), np.broadcast_to(caps, n)
-        prefix_accept_prob = self.accept_probs.cumprod(axis=1)
+        matches, caps, ages = np.zeros(n, dtype=int), np.broadcast_to(caps, n), np.zeros(n, dtype=int)
         for number in range(cycles):
+            accept_probs = np.where(ages[:, None] < 2, self.of_new, 1.0) * self.accept_probs
+            prefix_accept_prob = accept_probs.cumprod(axis=1)
             choice = self.policy.choose(rows, n * self.context, matches, caps)
             lengths, expected = choice.lengths, self.policy.seconds(choice, n * self.context)
-            hits = (self.rng.random(self.accept_probs.shape) < self.accept_probs).cumprod(axis=1).sum(axis=1)
+            hits = (self.rng.random(accept_probs.shape) < accept_probs).cumprod(axis=1).sum(axis=1)
             kept = np.minimum(hits, lengths)
             seconds = self.cost.cycle(lengths, self.context)
             measured = (seconds + self.cost.gap) * np.exp(self.noise * self.rng.normal()) * self.pace(number)
@@ -146,9 +149,9 @@ class Simulation:
                     n + np.where(np.arange(DEPTH) < lengths[:, None], prefix_accept_prob, 0.0).sum()
                 )
                 self.seconds += seconds + self.cost.gap
-            said += kept + 1
+            said, ages = said + kept + 1, ages + 1
             [ended] = np.nonzero(said >= 256)
-            said[ended] = 0
+            said[ended] = ages[ended] = 0
             born[ended] += 1
             self.policy.acceptance.reset(ended)
         return self

@@ -172,7 +172,7 @@ def test_never_much_slower_than_the_best_width_for_all(n, mix, cost):
 @pytest.mark.parametrize("is_measured", [True, False])
 @pytest.mark.parametrize(
     "what, cost",
-    [("ragged_overhead", COSTS["unequal lengths cost"]), ("read", Cost(row=0.02, draft=0.6, read=1e-5))],
+    [("ragged_overhead", COSTS["unequal lengths cost"]), ("read", Cost(row=0.03, draft=0.9, read=1e-5))],
 )
 def test_what_is_worth_measuring(what, cost, is_measured):
     """Without the measurement a batch loses to the best width for all at first, where contexts get long."""
@@ -276,3 +276,9 @@ def test_a_start_while_another_process_runs_is_right_within_200_cycles(n, mix):
         for seed in range(5)
     ]
     assert np.mean(of_best) >= 0.95 and min(of_best) >= 0.8, of_best
+
+
+def test_what_a_batch_of_new_requests_taught_is_corrected():
+    """Their first two blocks accept less. Labels of one request at a time would not outweigh these."""
+    server = Simulation(Cost(request=0.1, row=0.03, draft=0.5, each=0.05), ["usual"], of_new=0.3)
+    assert server.run(32).of_best_uniform >= 0.93

@@ -73,12 +73,10 @@ class AdaptiveLengths:
     log_every: int  # cycles from one log line to the next
 
     def __post_init__(self) -> None:
-        # Lengths of matches to expect, if the host cannot read them.
-        self._expected_matches = np.full(self.policy.num_rows, UNKNOWN_MATCH)
+        self._expected_matches = np.full(self.policy.num_rows, UNKNOWN_MATCH)  # where the host reads none
         self._row_generation = np.zeros(self.policy.num_rows, dtype=np.int64)
         self._trials: deque[Trial] = deque()  # whose accept lengths are not known, in order
-        self._cycles_per_verify_len: Counter[int] = Counter()
-        self._blocks_per_length: Counter[int] = Counter()
+        self._cycles_per_verify_len, self._blocks_per_length = Counter[int](), Counter[int]()
 
     def begin_prefill(self, prompts: Prompts) -> None:
         """Start the new requests of a prefill."""

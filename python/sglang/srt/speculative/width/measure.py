@@ -23,8 +23,7 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT = 128  # committed tokens of a request in the measurement
-_NUM_LOADS = 4
+_NUM_LOADS, _CONTEXT = 4, 128  # of the measurement: how many loads, committed tokens of a request
 # Seconds that cycles may take, or larger loads are left out. Several ranks would disagree, and have no limit.
 _BUDGET_S = {"cpu": 4.0, "cuda": 8.0}
 _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token is measured
@@ -72,9 +71,8 @@ def make_chooser(
     budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
     costs = _measure(worker, backends, settings.verify_lens(block_size), budget)
     backends.select(np.array([block_size - 1]))
-    num_rows = runner.req_to_token_pool.req_to_token.shape[0]
     return controller.AdaptiveLengths(
-        Policy(costs, num_rows, worker.drafter.writes_context_apart),
+        Policy(costs, runner.req_to_token_pool.req_to_token.shape[0], worker.drafter.writes_context_apart),
         backends=backends,
         clock=CycleClock(runner.device),
         tp_group=tp_group,

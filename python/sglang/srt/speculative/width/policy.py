@@ -203,7 +203,7 @@ class Policy:
         self.costs, self.num_rows, self._skips_draft = costs, num_rows, skips_draft
         self.max_draft_tokens = int(costs.verify_lens[-1]) - 1
         self.acceptance, self.pace = Acceptance(num_rows, self.max_draft_tokens), Pace()
-        self.num_probes = self._turn = self._cycles_since_probe = 0
+        self.num_probes, self._turn, self._cycles_since_probe = 0, 0, np.zeros(2)
 
     def choose(self, rows: np.ndarray, extra_context: int, matches: np.ndarray, caps: np.ndarray) -> Choice:
         """Return the best choice for the next cycle, or a probe, which differs to learn.
@@ -230,17 +230,22 @@ class Policy:
             lengths, speed = np.zeros(n, dtype=int), n / verify[0]
         copies &= lengths > 0
         self._cycles_since_probe += 1
-        probe = self._probe(lengths, is_whole=(lengths >= caps) | copies, rows=rows, caps=caps)
-        tokens = n + (survival * (steps < probe[:, None])).sum()
-        loss = 1 - tokens / self._seconds(Choice(probe, copies), **costs) / speed
-        latest = min(_FIRST_PROBE << min(self.num_probes, 8), _LAST_PROBE)
-        is_due = self._cycles_since_probe >= np.clip(loss / _PROBE_SHARE, _FIRST_PROBE, latest)
-        if is_due and (probe != lengths).any():
-            self.num_probes, self._cycles_since_probe = self.num_probes + 1, 0
-            if (wider := probe > lengths).any():
-                self._turn = int(rows[wider.argmax()]) + 1
-            lengths = probe
-        return Choice(lengths, copies & (lengths > 0))
+        probes = [self._probe(lengths, is_whole=(lengths >= caps) | copies, rows=rows, caps=caps)]
+        if not lengths.any():  # Labels of one request would take long to correct what all have taught.
+            equal = np.minimum(1 + steps[:, None], caps)  # [K, n]
+            speeds = (n + drafted.sum(axis=0).cumsum()) / (verify[equal.sum(axis=1)] + draft[-1])
+            probes.append(equal[speeds.argmax()])
+        for kind, probe in enumerate(probes):
+            tokens = n + (survival * (steps < probe[:, None])).sum()
+            loss = 1 - tokens / self._seconds(Choice(probe, copies), **costs) / speed
+            latest = min(_FIRST_PROBE << min(self.num_probes, 8), _LAST_PROBE)
+            wait = 4**kind * np.clip(loss / _PROBE_SHARE, _FIRST_PROBE, latest)
+            if self._cycles_since_probe[kind] >= wait and (probe != lengths).any():
+                self.num_probes, self._cycles_since_probe[kind] = self.num_probes + 1, 0
+                if kind == 0 and (wider := probe > lengths).any():
+                    self._turn = int(rows[wider.argmax()]) + 1
+                return Choice(probe, copies & (probe > 0))
+        return Choice(lengths, copies)
 
     def _probe(self, lengths: np.ndarray, is_whole: np.ndarray, rows: np.ndarray, caps: np.ndarray) -> Any:
         """Return a whole block of one more request or, each fourth time, none; else the other."""

@@ -78,5 +78,4 @@ class AdaptiveSettings:
     @classmethod
     def from_environment(cls) -> "AdaptiveSettings | None":
         """Return what the main process resolved; None if the server is not adaptive."""
-        text = DFlashOptions.ADAPTIVE.get()
-        return cls.parse(text) if text else None
+        return cls.parse(text) if (text := DFlashOptions.ADAPTIVE.get()) else None
