@@ -1,12 +1,13 @@
 """The whole loop for the bundled pair: serve, send, record, train, gate, swap, compare.
 
-    python examples/own_traffic/loop.py --kind mails --requests 120 --minutes 5 [--work FOLDER] [--poison]
+    python examples/own_traffic/loop.py --kind sql --requests 70 --steps 40 [--work FOLDER] [--poison]
 
-`make own-traffic` runs it. Every command is printed, so that each can be run by hand. Exit status: 0 the new
-draft was swapped in, 1 it did not pass the gate.
+`make own-traffic` runs it. Every command is printed, so that each can be run by hand, and the seconds of each
+phase. Exit status: 0 the new draft was swapped in, 1 it did not pass the gate.
 """
 
 import argparse
+import contextlib
 import json
 import shlex
 import signal
@@ -18,6 +19,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -30,14 +32,20 @@ SERVED = ROOT / "models" / "smollm2-135m-instruct-dflash2"
 GENERAL = ROOT / "models" / "training" / "prompts" / "heldout-asked.jsonl"
 
 
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Print the seconds of a part of the loop."""
+    began = time.monotonic()
+    print(f"\n== {name}", flush=True)
+    yield
+    print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
 def run(*command: object, is_checked: bool = True) -> int:
     """Run a step with this Python, and return its exit status."""
     words = [sys.executable, *map(str, command)]
-    print(f"\n$ {shlex.join(words)}", flush=True)
-    began = time.monotonic()
-    status = subprocess.run(words, check=is_checked).returncode
-    print(f"({(time.monotonic() - began) / 60:.1f} minutes)", flush=True)
-    return status
+    print(f"$ {shlex.join(words)}", flush=True)
+    return subprocess.run(words, check=is_checked).returncode
 
 
 def start_server(record: Path, log: Path) -> tuple[subprocess.Popen, str]:
@@ -66,51 +74,60 @@ def start_server(record: Path, log: Path) -> tuple[subprocess.Popen, str]:
 def swap(url: str, draft: Path, version: str) -> None:
     """Load a draft into the running server. The old one's folder is the way back."""
     answer = post(f"{url}/update_weights_from_disk", {"model_path": str(draft), "weight_version": version})
-    print(f"\nswap: {answer['message']}", flush=True)
+    print(f"{answer['message']}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--kind", choices=TEMPLATES, default="mails")
-    parser.add_argument("--requests", type=int, default=120, help="to record")
-    parser.add_argument("--unseen", type=int, default=24, help="requests to compare the drafts on in the end")
-    parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
-    parser.add_argument("--minutes", type=float, default=5, help="of training")
+    parser.add_argument("--kind", choices=TEMPLATES, default="sql")
+    parser.add_argument("--requests", type=int, default=70, help="to record; 8 of the tenth must be left")
+    parser.add_argument("--unseen", type=int, default=16, help="requests to compare the drafts on in the end")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--steps", type=int, default=40, help="of training")
+    parser.add_argument(
+        "--general", type=int, default=24, help="general texts of the gate, of 32 tokens each"
+    )
     parser.add_argument("--work", type=Path, help="folder for the record, the states and the new draft")
     parser.add_argument("--poison", action="store_true", help="train on random tokens; the gate must refuse")
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="own-traffic-"))
     work.mkdir(parents=True, exist_ok=True)
-    record, rows, new = work / "record", work / "rows.jsonl", work / "draft"
+    record, rows, new, general = (work / name for name in ("record", "rows.jsonl", "draft", "general.jsonl"))
+    general.write_text("".join(GENERAL.read_text().splitlines(keepends=True)[: args.general]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this process
-    process, url = start_server(record, work / "server.log")
     unseen = {"seed": UNSEEN, "is_recorded": False, "max_tokens": args.max_tokens}
+    began = time.monotonic()
+    with phase("serve"):
+        process, url = start_server(record, work / "server.log")
     try:
-        began = time.monotonic()
-        recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)
-        before = send(url, args.kind, args.unseen, **unseen)
-        means = [statistics.mean(lengths) for lengths in (recorded, before)]
-        print(f"sent: accept length {means[0]:.3f}, on unseen requests {means[1]:.3f}")
-        state = json.load(urllib.request.urlopen(f"{url}/server_info"))["internal_states"][0]
-        print(f"record: {state['speculative_record']} ({(time.monotonic() - began) / 60:.1f} minutes)")
-        run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
-        run(HERE / "train.py", rows, TARGET, SERVED, new, "--work", work, "--minutes", args.minutes)
-        gate = ("-m", "sglang_dflash.doctor", "--model-path", TARGET, "--compare", SERVED, new)
-        texts = ("--texts", record, "--general", GENERAL, "--max-new-tokens", 32)
-        status = run(*gate, *texts, is_checked=False)
+        with phase("send and record"):
+            recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)
+            state = json.load(urllib.request.urlopen(f"{url}/server_info"))["internal_states"][0]
+            print(f"accept length {statistics.mean(recorded):.3f}, record {state['speculative_record']}")
+        with phase("unseen requests, served draft"):
+            before = send(url, args.kind, args.unseen, **unseen)
+        with phase("train"):
+            run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
+            run(HERE / "train.py", rows, TARGET, SERVED, new, "--work", work, "--steps", args.steps)
+        with phase("gate"):
+            gate = ("-m", "sglang_dflash.doctor", "--model-path", TARGET, "--compare", SERVED, new)
+            texts = ("--texts", record, "--general", general, "--max-new-tokens", 32)
+            status = run(*gate, *texts, is_checked=False)
         if status == 0:
-            swap(url, new, "own-1")
-            after = send(url, args.kind, args.unseen, **unseen)
+            with phase("swap"):
+                swap(url, new, "own-1")
+            with phase("unseen requests, new draft"):
+                after = send(url, args.kind, args.unseen, **unseen)
             gains = [new - old for old, new in zip(before, after, strict=True)]
             error = statistics.stdev(gains) / len(gains) ** 0.5
             old, new = statistics.mean(before), statistics.mean(after)
-            print(f"unseen requests: accept length {old:.3f} -> {new:.3f} ({new / old - 1:+.1%}),", end=" ")
+            print(f"\nunseen requests: accept length {old:.3f} -> {new:.3f} ({new / old - 1:+.1%}),", end=" ")
             print(f"standard error of the gain {error:.3f}")
         return status
     finally:
         process.terminate()
         process.wait()
-        print(f"All files are in {work}.")
+        print(f"{time.monotonic() - began:.0f} s in all. All files are in {work}.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the bundled SmolLM2 draft further: recorded rows and general rows, half and half.
 
-    python examples/own_traffic/train.py ROWS.jsonl TARGET SERVED NEW --work FOLDER --minutes 6
+    python examples/own_traffic/train.py ROWS.jsonl TARGET SERVED NEW --work FOLDER --steps 50
 
 ROWS.jsonl is from `training_rows.py`. The general rows are the bundled answers of the target; without them a
 draft forgets. States come from one forward of the target over each row. For other targets use `speculators`
@@ -57,7 +57,7 @@ def main() -> None:
     for name in ("rows", "target", "served", "new"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--work", type=Path, required=True, help="for the states, 10 KB a token")
-    parser.add_argument("--minutes", type=float, default=6)
+    parser.add_argument("--steps", type=int, default=50, help="of 4 rows each")
     parser.add_argument("--general", type=Path, default=TRAINING / "prompts" / "smollm2-answers.npz")
     parser.add_argument("--general-share", type=float, default=0.5, help="of the answer tokens")
     parser.add_argument("--blend", type=float, default=0.5, help="of the trained weights, the rest is SERVED")
@@ -69,9 +69,9 @@ def main() -> None:
     args.new.with_name(args.new.name + ".state.pt").unlink(missing_ok=True)
     save_rows(packed, mixed_rows(args.rows, args.general, args.general_share))
     unpack(packed, args.target, shards, part=(0, 1), size=10000)
-    # A low learning rate: the loss rises at first, and falls with the rate. Minutes are few: steps are small,
+    # A low learning rate: the loss rises at first, and falls with the rate. Steps are few: they are small,
     # and the average of the weights is short.
-    options = ["--start", args.served, "--minutes", args.minutes, "--muon-lr", 0.006, "--finish"]
+    options = ["--start", args.served, "--steps", args.steps, "--muon-lr", 0.006, "--finish"]
     options += ["--rows", 4, "--anchors", 48, "--average", 0.9]
     command = [sys.executable, TRAINING / "train_chat_draft.py", shards, args.target, args.new, *options]
     subprocess.run([str(word) for word in command], check=True)

@@ -337,6 +337,7 @@ def main() -> None:
     parser.add_argument("--plain", type=Path, help="train a DFlash2 draft that starts as this DFlash draft")
     parser.add_argument("--start", type=Path, help="go on from this draft, of either kind")
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--steps", type=int, help="end after so many steps, whatever the minutes")
     parser.add_argument("--rows", type=int, default=12, help="per step, over all processes")
     parser.add_argument("--anchors", type=int, default=64, help="per row")
     parser.add_argument("--layers", type=int, default=2)
@@ -401,6 +402,8 @@ def main() -> None:
         loss.backward()
         seconds = seconds_since(began)
         done = seconds / (60 * args.minutes)
+        if args.steps:
+            done = (training.step - first + 1) / args.steps
         # 30 steps, or a tenth of the time if that is less.
         warmup = min(1.0, max((training.step - first + 1) / 30, 10 * done))
         training.update(min(warmup, max(0.0, 1 - done) / 0.6) if args.finish else warmup, args.average)
