@@ -27,12 +27,16 @@ from sglang_dflash.srt.speculative.targets import kinds
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
 INTRODUCTION = """# Limits
 
-Kinds of what ends the start, falls back to SGLang's built-in DFLASH, is ignored, or gets HTTP 400.
-The message names the cause. The [doctor](doctor.md#does-it-run-mine) says before a start what holds for your
-command line. `python tools/limits.py` writes this page from the code.
+Ask for your own command line, before a start:
 
-*Falls back* means that the built-in runs the whole server, unchanged, and one warning says why
-([who serves](migrating.md#who-serves)). On a CPU it means refused.
+```bash
+python -m sglang_dflash.doctor --serve \\
+    "python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH"
+```
+
+*Refused* ends the start. *Falls back*: the built-in runs the whole server
+([who serves](migrating.md#who-serves)), or on a CPU nothing. A message names the cause.
+`python tools/limits.py` writes this page from the code.
 """
 
 
@@ -45,7 +49,9 @@ def outcomes(found: Iterable[unsupported.Unsupported]) -> str:
     """Return two lists: what is refused here, and what falls back."""
     lists: dict[bool, list[str]] = {False: [], True: []}
     for finding in found:
-        lists[finding.builtin_supports].append(finding.what)
+        # The name of a flag in brackets says it all.
+        _, bracket, flag = finding.what.rpartition(" (--")
+        lists[finding.builtin_supports].append(f"`--{flag.rstrip(')')}`" if bracket else finding.what)
     heads = {False: "Refused", True: "Falls back"}
     return "\n".join(f"- {heads[key]}: {'; '.join(texts)}." for key, texts in lists.items() if texts)
 
@@ -60,7 +66,7 @@ def flags() -> str:
     found = [finding for change in changes for finding in ask(support.flag_findings, served | change)]
     ignored = names(support.flag_of(field) for field, *_ in resolve._IGNORED_FLAGS)
     return (
-        f"{outcomes(found)}\n- Ignored, and a warning says why: {ignored}.\n"
+        f"{outcomes(found)}\n- Ignored, with a warning: {ignored}.\n"
         "- Refused: more ranks than the draft's heads can be split over, and buffers of SGLang with too few "
         f"rows for a verify ({names(support.flag_of(field) for field in support._KEEP_ROWS)})."
     )
@@ -119,7 +125,7 @@ def whole_blocks() -> str:
         args = SimpleNamespace(**served | change)
         with patch.dict(os.environ, environment), patch.object(options.logger, "warning") as warning:
             options.resolve_adaptive(args, True, 8, is_recurrent=True)
-        said.append(f"- {warning.call_args.args[1]}")
+        said.append(f"- {warning.call_args.args[1].partition(',')[0]}")
     return "\n".join(said)
 
 
@@ -132,9 +138,8 @@ def draft_fields() -> str:
     return "\n".join(
         (
             f"- Refused: {names(by_outcome[False])}.",
-            f"- Falls back: {names(by_outcome[True])}; the architectures "
-            f"{names(unsupported.BUILTIN_ARCHITECTURES)}; a RoPE of another kind than "
-            f"{names(fields.ROPE_KINDS)}.",
+            f"- Falls back: {names(by_outcome[True])}; {names(unsupported.BUILTIN_ARCHITECTURES)}; a RoPE "
+            f"that is none of {names(fields.ROPE_KINDS)}.",
         )
     )
 
@@ -146,10 +151,9 @@ def attention() -> str:
     from_anchor = [name for name in drafts if name not in unsupported.COUNT_WINDOW_FROM_QUERY]
     return "\n".join(
         (
-            f"- The target verifies on {names(support.TARGET_ATTENTION_BACKENDS)}. Another one falls back.",
-            f"- The draft runs on {names(drafts)}. A sliding window that is counted from the query (z-lab, "
-            f"P-EAGLE) needs {names(from_query)}. One from the anchor (`speculators` DFlash) needs "
-            f"{names(from_anchor)}.",
+            f"- Target: {names(support.TARGET_ATTENTION_BACKENDS)}. Another one falls back.",
+            f"- Draft: {names(drafts)}. A sliding window needs {names(from_query)}; that of a `speculators` "
+            f"DFlash draft needs {names(from_anchor)}.",
             f"- P-EAGLE on {names(unsupported.PAGED_BACKENDS)} has pages of one slot.",
         )
     )
@@ -161,8 +165,8 @@ def targets() -> str:
         (
             f"- Refused: {names(kinds._CAPTURES_WRONG_STATES)}, classes whose hidden states SGLang does not "
             f"capture, and targets with {names(kinds._N_GRAM_FIELDS)}.",
-            f"- Compared with Hugging Face's states: {len(kinds.VERIFIED_TARGETS)} classes "
-            "([table](compatibility.md#targets)). Another one is served with a warning.",
+            f"- Compared with Hugging Face: {len(kinds.VERIFIED_TARGETS)} classes "
+            "([table](compatibility.md#targets)). Others get a warning.",
             f"- A draft may read the last layer of {len(draft_kinds._CAPTURES_LAST_LAYER)} classes alone.",
         )
     )
@@ -185,9 +189,8 @@ def fallback_rules() -> str:
     """List what forbids the fallback, and what it loses."""
     return (
         f"The start ends instead with {names(fallback.OPTIONS_OF_OURS)} or `--speculative-dflash-strict`, "
-        "and with a `speculators` or P-EAGLE checkpoint. Otherwise the built-in gets the server, and may "
-        "refuse it. "
-        f"A server that falls back has no {', no '.join(fallback.BUILTIN_LACKS)}."
+        "and with a `speculators` or P-EAGLE checkpoint. The built-in may refuse a server too. "
+        f"It lacks: {', '.join(fallback.BUILTIN_LACKS)}."
     )
 
 
@@ -196,14 +199,13 @@ def basic_mode() -> str:
     parts = [*options._OFF_IN_BASIC_MODE, *options._EXTRA, "ReplaySSM"]
     return (
         f"`{DFlashOptions.BASIC_MODE.variable}=1` switches off, whatever the flags say: {', '.join(parts)}. "
-        "If a fault stays with it, none of them is the cause. One line of the log lists them."
+        "If a fault stays, the cause is elsewhere."
     )
 
 
-REQUESTS = f"""HTTP 400 names the field. Refused are `input_embeds`, `return_hidden_states` and beam search;
-`min_p` with deterministic inference; grammars of outlines; `n` above {request_checks.MAX_ANSWERS:,}. So are
-values of other types or out of range, which would end SGLang's server. A request whose logits
-contain NaN or infinity ends alone (`NaN happened`)."""
+REQUESTS = f"""HTTP 400 names the field: `input_embeds`, `return_hidden_states`, beam search; `min_p` with
+deterministic inference; grammars of outlines; `n` above {request_checks.MAX_ANSWERS:,}; values of other types
+or out of range. A request whose logits contain NaN or infinity ends alone (`NaN happened`)."""
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -219,10 +221,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "Requests": lambda: REQUESTS,
 }
 LEADS = {
-    "DP attention": "Served with `--enable-dp-lm-head`. Not served with it:",
-    "Adaptive width verifies whole blocks": "A warning says so if it was requested and is:",
-    "Fields of a draft": "In `dflash_config` and at the top level, with values that stand for another model. "
-    "Fields that are neither listed nor read are named in one warning, as are a trainer's settings.",
+    "DP attention": "Served with `--enable-dp-lm-head`, but:",
+    "Adaptive width verifies whole blocks": "With a warning, where it is:",
+    "Fields of a draft": "With values of another model. One warning names other fields that are not read.",
 }
 
 

@@ -31,6 +31,8 @@ OTHER_PROGRAMS = {
     "--per-chunk-usage": "aiperf's",
     "--draft-vocab-size": "the speculators library's",
     "--from-pretrained": "the speculators library's",
+    "--sglang-": "slime's",
+    "--sglang-speculative-algorithm": "slime's",
 }
 
 
