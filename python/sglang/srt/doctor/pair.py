@@ -203,7 +203,7 @@ def _take_rotary_shares(flat: dict[str, Any]) -> tuple[float, ...]:
 
 
 def _is_share(value: Any) -> TypeGuard[float]:
-    """Return True for a part of a whole, without none and all of it."""
+    """Return whether a value lies strictly between 0 and 1."""
     return isinstance(value, float) and 0 < value < 1
 
 

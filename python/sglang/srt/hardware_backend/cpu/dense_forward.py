@@ -119,7 +119,7 @@ class Rotation:
 class Norm:
     """RMS norm of the last dimension, in float32.
 
-    No operator of it wakes PyTorch's other threads for a few rows, which costs more than their sums.
+    For a few rows it stays on one thread: waking the others takes longer than the arithmetic.
     """
 
     def __init__(self, module: Any):

@@ -1,4 +1,4 @@
-"""Values of a batch on the host, and their way to the device without a wait."""
+"""Host-side values of a batch, and asynchronous copies of them to the device."""
 
 from collections.abc import Sequence
 from typing import Any
