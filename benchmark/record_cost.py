@@ -102,7 +102,9 @@ def main() -> None:
     NO_RECORD.unlink(missing_ok=True)
     with (
         tempfile.TemporaryDirectory() as record,
-        serve(*dflash_arguments(draft), *flags, "--speculative-record", record, env=observer) as server,
+        serve(
+            *dflash_arguments(draft), *flags, "--speculative-record", record, env=observer, timeout=900
+        ) as server,
     ):
         window(server, requests, args.running)  # nothing is compiled or allocated later
         for number in range(args.windows):
