@@ -31,7 +31,8 @@ Ask for your own command line, before a start:
 
 ```bash
 python -m sglang_dflash.doctor --serve \\
-    "python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH"
+    "python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH \\
+    --speculative-draft-model-path DRAFT"
 ```
 
 *Refused* ends the start. *Falls back*: the built-in runs the whole server
