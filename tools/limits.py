@@ -200,7 +200,8 @@ def basic_mode() -> str:
     parts = [*options._OFF_IN_BASIC_MODE, *options._EXTRA, "ReplaySSM"]
     return (
         f"`{DFlashOptions.BASIC_MODE.variable}=1` switches off, whatever the flags say: {', '.join(parts)}. "
-        "If a fault stays, the cause is elsewhere."
+        "A fault that stays is elsewhere, or in "
+        "[what stays on](compatibility.md#on-by-default-on-cuda-and-never-run-there)."
     )
 
 
