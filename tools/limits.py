@@ -35,8 +35,8 @@ python -m sglang_dflash.doctor --serve \\
     --speculative-draft-model-path DRAFT"
 ```
 
-*Refused* ends the start. *Falls back*: the built-in runs the whole server
-([who serves](migrating.md#who-serves)), or on a CPU nothing. A message names the cause.
+*Refused* ends the start. *Falls back* means that the built-in runs the whole server
+([who serves](migrating.md#who-serves)); on a CPU it means refused. A message names the cause.
 `python tools/limits.py` writes this page from the code.
 """
 
@@ -50,9 +50,7 @@ def outcomes(found: Iterable[unsupported.Unsupported]) -> str:
     """Return two lists: what is refused here, and what falls back."""
     lists: dict[bool, list[str]] = {False: [], True: []}
     for finding in found:
-        # The name of a flag in brackets says it all.
-        _, bracket, flag = finding.what.rpartition(" (--")
-        lists[finding.builtin_supports].append(f"`--{flag.rstrip(')')}`" if bracket else finding.what)
+        lists[finding.builtin_supports].append(finding.what)
     heads = {False: "Refused", True: "Falls back"}
     return "\n".join(f"- {heads[key]}: {'; '.join(texts)}." for key, texts in lists.items() if texts)
 
@@ -126,7 +124,7 @@ def whole_blocks() -> str:
         args = SimpleNamespace(**served | change)
         with patch.dict(os.environ, environment), patch.object(options.logger, "warning") as warning:
             options.resolve_adaptive(args, True, 8, is_recurrent=True)
-        said.append(f"- {warning.call_args.args[1].partition(',')[0]}")
+        said.append(f"- {warning.call_args.args[1]}")
     return "\n".join(said)
 
 
