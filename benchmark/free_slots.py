@@ -7,7 +7,6 @@ delay in the running server, from one window of time to the next.
 """
 
 import argparse
-import gzip
 import json
 import random
 import statistics
@@ -18,7 +17,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-from serving import CHAT_DRAFT, CHAT_TARGET, ROOT, describe_cpu, dflash_arguments, serve
+from prompt_sets import humaneval_tasks
+from serving import CHAT_DRAFT, CHAT_TARGET, describe_cpu, dflash_arguments, serve
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
@@ -45,8 +45,7 @@ class Clients:
         self.url = url
         self.waits: list[tuple[float, float]] = []  # when a request was sent, seconds to its first token
         self.tokens: list[tuple[float, int]] = []  # when a chunk came, its tokens
-        with gzip.open(ROOT / "benchmark" / "prompts" / "HumanEval.jsonl.gz", "rt") as problems:
-            self.prompts = [json.loads(line)["prompt"] for line in problems]
+        self.prompts = [task["prompt"] for task in humaneval_tasks()]
         self.threads = [threading.Thread(target=self.ask, args=(seed,), daemon=True) for seed in range(count)]
 
     def ask(self, seed: int) -> None:

@@ -138,7 +138,7 @@ def load(name: str, max_new_tokens: int | None = None) -> PromptSet:
 def humaneval() -> list[dict]:
     """Return HumanEval's tasks as chat requests."""
     return [
-        _chat(task["task_id"], COMPLETE.format(code=_fenced(task["prompt"]))) for task in _humaneval_tasks()
+        _chat(task["task_id"], COMPLETE.format(code=_fenced(task["prompt"]))) for task in humaneval_tasks()
     ]
 
 
@@ -150,7 +150,7 @@ def chats() -> list[dict]:
 
 def edits() -> list[dict]:
     """Return requests to change one of HumanEval's solutions and print it again."""
-    solutions = [found for task in _humaneval_tasks() if (found := _solution(task))]
+    solutions = [found for task in humaneval_tasks() if (found := _solution(task))]
     requests = []
     for number, (task_id, code, names) in enumerate(solutions):
         change = CHANGES[number % len(CHANGES)].format(**names)
@@ -172,7 +172,8 @@ def overlaps(prompts: Sequence[dict], others: Sequence[dict], words: int = OVERL
     return found
 
 
-def _humaneval_tasks() -> list[dict]:
+def humaneval_tasks() -> list[dict]:
+    """Return HumanEval's tasks as they were published."""
     with gzip.open(HUMANEVAL, "rt") as lines:
         return [json.loads(line) for line in lines]
 

@@ -7,8 +7,6 @@ A file switches the record in the running server: with, without, without, with.
 """
 
 import argparse
-import gzip
-import json
 import os
 import statistics
 import sys
@@ -18,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from prompt_sets import humaneval_tasks
 from serving import (
     CHAT_DRAFT,
     CHAT_TARGET,
     DFLASH2_DRAFT,
-    ROOT,
     TARGET,
     WHOLE_BLOCKS,
     Server,
@@ -83,6 +81,10 @@ def ratio(name: str, with_record: list[float], without: list[float]) -> str:
     return f"{name}: with / without {statistics.mean(ratios):.4f}, standard error {error:.4f}"
 
 
+def listed(numbers: list[float]) -> str:
+    return ", ".join(f"{number:.2f}" for number in numbers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pair", choices=PAIRS, default="smollm2")
@@ -91,8 +93,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     args = parser.parse_args()
-    with gzip.open(ROOT / "benchmark" / "prompts" / "HumanEval.jsonl.gz", "rt") as problems:
-        prompts = [json.loads(line)["prompt"] for line in problems][: args.requests]
+    prompts = [task["prompt"] for task in humaneval_tasks()[: args.requests]]
     sampling = {"temperature": 0, "max_new_tokens": args.max_new_tokens}
     requests = [{"text": prompt, "sampling_params": sampling} for prompt in prompts]
     target, draft = PAIRS[args.pair]
@@ -115,17 +116,12 @@ def main() -> None:
         counts = server.get("/server_info")["internal_states"][0]["speculative_record"]
     print(f"{describe_cpu()}; {args}")
     print(f"record: {counts['requests']} requests, {counts['tokens']} tokens, {counts['dropped']} dropped")
-    for is_recorded, windows in found.items():
-        rates = ", ".join(f"{tokens / seconds:.1f}" for tokens, seconds, _ in windows)
-        costs = ", ".join(f"{1000 * used / tokens:.2f}" for tokens, _, used in windows)
-        name = "with" if is_recorded else "without"
-        print(f"{name}: {windows[0][0]} tokens a window, tokens/s {rates}; CPU ms a token {costs}")
-    rates, costs = (
-        [[figure(*one) for one in found[kind]] for kind in (True, False)]
-        for figure in (lambda tokens, s, _: tokens / s, lambda tokens, _, used: used / tokens)
-    )
-    print(ratio("tokens/s", *rates))
-    print(ratio("CPU seconds a token", *costs))
+    print(f"{found[True][0][0]} tokens a window")
+    rates = [[tokens / seconds for tokens, seconds, _ in found[kind]] for kind in (True, False)]
+    costs = [[1000 * used / tokens for tokens, _, used in found[kind]] for kind in (True, False)]
+    for name, (with_record, without) in {"tokens/s": rates, "CPU ms a token": costs}.items():
+        print(f"{name}: with {listed(with_record)}; without {listed(without)}")
+        print(ratio(name, with_record, without))
 
 
 if __name__ == "__main__":

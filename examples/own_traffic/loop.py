@@ -74,7 +74,7 @@ def start_server(record: Path, log: Path) -> tuple[subprocess.Popen, str]:
 def swap(url: str, draft: Path, version: str) -> None:
     """Load a draft into the running server. The old one's folder is the way back."""
     answer = post(f"{url}/update_weights_from_disk", {"model_path": str(draft), "weight_version": version})
-    print(f"{answer['message']}", flush=True)
+    print(answer["message"], flush=True)
 
 
 def main() -> int:

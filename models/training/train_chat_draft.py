@@ -401,11 +401,10 @@ def main() -> None:
             loss, hits = plain_loss(hidden, head, placed, weights, last)
         loss.backward()
         seconds = seconds_since(began)
-        done = seconds / (60 * args.minutes)
-        if args.steps:
-            done = (training.step - first + 1) / args.steps
-        # 30 steps, or a tenth of the time if that is less.
-        warmup = min(1.0, max((training.step - first + 1) / 30, 10 * done))
+        steps = training.step - first + 1
+        done = steps / args.steps if args.steps else seconds / (60 * args.minutes)
+        # 30 steps, or a tenth of the whole if that is less.
+        warmup = min(1.0, max(steps / 30, 10 * done))
         training.update(min(warmup, max(0.0, 1 - done) / 0.6) if args.finish else warmup, args.average)
 
         now = torch.cat((loss.detach()[None], ((hits & valid).sum((0, 1)) / valid.sum((0, 1)).clamp(min=1))))
