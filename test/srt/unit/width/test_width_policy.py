@@ -169,10 +169,19 @@ def test_never_much_slower_than_the_best_width_for_all(n, mix, cost):
     assert Simulation(COSTS[cost], mix.split()).run(n).of_best_uniform >= 0.96
 
 
-@pytest.mark.parametrize("is_measured", [True, False])
+WORTH_MEASURING = (
+    ("ragged_overhead", COSTS["unequal lengths cost"]),
+    ("read", Cost(row=0.03, draft=0.9, read=1e-5)),
+)
+
+
 @pytest.mark.parametrize(
-    "what, cost",
-    [("ragged_overhead", COSTS["unequal lengths cost"]), ("read", Cost(row=0.03, draft=0.9, read=1e-5))],
+    ("what", "cost", "is_measured"),
+    [
+        *((*case, is_measured) for case in WORTH_MEASURING for is_measured in (True, False)),
+        # A cheaper draft loses nothing without the measurement, as all requests are probed.
+        ("read", Cost(row=0.02, draft=0.6, read=1e-5), True),
+    ],
 )
 def test_what_is_worth_measuring(what, cost, is_measured):
     """Without the measurement a batch loses to the best width for all at first, where contexts get long."""
