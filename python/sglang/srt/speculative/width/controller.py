@@ -73,7 +73,7 @@ class AdaptiveLengths:
     log_every: int  # cycles from one log line to the next
 
     def __post_init__(self) -> None:
-        self._expected_matches = np.full(self.policy.num_rows, UNKNOWN_MATCH)  # where the host reads none
+        self._expected_matches = np.full(self.policy.num_rows, UNKNOWN_MATCH)  # if the host cannot read
         self._row_generation = np.zeros(self.policy.num_rows, dtype=np.int64)
         self._trials: deque[Trial] = deque()  # whose accept lengths are not known, in order
         self._cycles_per_verify_len, self._blocks_per_length = Counter[int](), Counter[int]()

@@ -23,7 +23,8 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
-_NUM_LOADS, _CONTEXT = 4, 128  # of the measurement: how many loads, committed tokens of a request
+_CONTEXT = 128  # committed tokens of a request in the measurement
+_NUM_LOADS = 4
 # Seconds that cycles may take, or larger loads are left out. Several ranks would disagree, and have no limit.
 _BUDGET_S = {"cpu": 4.0, "cuda": 8.0}
 _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token is measured
