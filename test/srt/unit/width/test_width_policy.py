@@ -56,6 +56,23 @@ def test_lengths_are_the_best_of_all(seed, n, max_draft_tokens, is_draft_lump):
     assert expected <= speed(lengths) * (1 + 1e-9)
 
 
+def choose_of(survival, verify, draft, is_free=(False, False), ragged=0.0) -> list[int]:
+    survival, verify, draft = (np.array(values, dtype=float) for values in (survival, verify, draft))
+    return choose_lengths(survival, np.array(is_free), verify, draft, ragged)[0].tolist()
+
+
+def test_slots_that_must_not_be_verified_are_not_taken_to_save_time():
+    """Plain cycles may be slower than those of two slots by what served cycles say."""
+    assert choose_of([[0.0], [0.0]], verify=[3, 2, 2], draft=[0, 0, 0]) == [0, 0]
+
+
+def test_equal_lengths_of_copies_alone_take_no_draft():
+    """A draft would cost more than both slots bring, and unequal lengths cost more as well."""
+    costs = dict(verify=[1, 1, 1], draft=[0, 9, 9], ragged=9)
+    assert choose_of([[0.9], [0.9]], is_free=(True, True), **costs) == [1, 1]
+    assert choose_of([[0.9], [0.9]], is_free=(True, False), **costs) == [0, 0]
+
+
 # -- costs
 
 
@@ -138,6 +155,11 @@ def test_what_was_not_verified_teaches_nothing():
     after = acceptance.averages
     assert (after[:2] > 0.9).all() and after[2] == pytest.approx(after[1])
     assert acceptance.survival(ints(1)) == pytest.approx(after.cumprod()[None]), "nothing of its record"
+    before = acceptance._own_labels[0].copy()
+    acceptance.learn(ints(0), ints(0), ints(0))
+    assert (acceptance._own_labels[0] == before).all() and before[0] < 20, (
+        "a block forgets, a plain cycle not"
+    )
 
 
 def test_copies_of_longer_matches_survive_longer():
@@ -244,6 +266,13 @@ def test_a_draft_that_becomes_bad_is_given_up():
     assert server.run(16, cycles=600).of_best_uniform > 0.95
 
 
+def test_each_fourth_probe_is_a_plain_cycle():
+    """Labels of whole blocks say what was lost. Only plain cycles say what these would have taken."""
+    server = Simulation(COSTS["busy"], "strong random".split()).run(4, cycles=600, warm=200)
+    chosen = np.stack(server.chosen)
+    assert chosen.any(axis=1).mean() > 0.9 and (chosen == 0).all(axis=1).any()
+
+
 def test_caps_are_kept_and_capped_requests_are_not_probed():
     caps = ints(0, 2, 7, 7)
     server = Simulation(COSTS["rows are free"], ["strong"]).run(4, caps=caps)
@@ -263,6 +292,9 @@ def test_copies_are_used_beside_a_useless_draft():
     always_drafting.acceptance = policy.acceptance
     choice = choose(always_drafting, 4, matches=ints(14, 0, 0, 0))
     assert choice.copies[0] and always_drafting.seconds(choice) > COST.verify(4, 7)
+    always_drafting.costs.draft += 100.0
+    always_drafting.costs._of_load.cache_clear()
+    assert not choose(always_drafting, 4, matches=ints(14, 0, 0, 0)).lengths.any(), "its draft costs too much"
 
 
 def test_a_gain_of_less_than_three_percent_is_not_worth_it():

@@ -148,7 +148,7 @@ class Acceptance:
 def copy_survival(matches: np.ndarray, max_draft_tokens: int) -> np.ndarray:
     """Return s_ik of copies, 0 without a match. A right token makes a match longer. [n, K]"""
     lengths = np.minimum(matches[:, None] + np.arange(max_draft_tokens), LONGEST_MATCH)
-    return _COPY_PROBS[lengths].cumprod(axis=1) * (matches > 0)[:, None]
+    return _COPY_PROBS[lengths].cumprod(axis=1)  # the first factor is 0 without a match
 
 
 def choose_lengths(
