@@ -108,7 +108,7 @@ bench: $(READY)-bench try-model
 
 # A draft that learns from a server's traffic, from serving to the swap: docs/own-traffic.md.
 own-traffic: $(READY)-bench model
-	OMP_NUM_THREADS=1 $(BIN)/python examples/own_traffic/loop.py $(ARGS)
+	$(BIN)/python examples/own_traffic/loop.py $(ARGS)
 
 SET_UP = $(PYTHON) tools/set_up.py $(VENV) --sglang $(SGLANG) --override $(OVERRIDE) $(DOWNLOAD)
 # These also want the model, whose wheel is downloaded meanwhile.

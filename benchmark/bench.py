@@ -242,7 +242,7 @@ def plan(
     if args.peer_env or args.peer_python:
         env = {**threads, **dict(pair.split("=", 1) for pair in args.peer_env)}
         arguments = (*common, *dflash_arguments(drafts[0]), *shlex.split(args.peer_args))
-        variants.append(Variant("built-in DFLASH", arguments, env, args.peer_python or sys.executable))
+        variants.append(Variant(args.peer_name, arguments, env, args.peer_python or sys.executable))
     return variants
 
 
@@ -465,6 +465,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--peer-python", help="its interpreter, if another one")
     parser.add_argument("--peer-args", default="", help="its additional flags")
+    parser.add_argument("--peer-name", default="built-in DFLASH", help="its name, as for an earlier commit")
     parser.add_argument("--peers", action="store_true", help="measure other engines too (peers.py)")
     parser.add_argument("--gguf", type=Path, help="the target for llama.cpp; default: one beside its weights")
     parser.add_argument("--name", default="bench", help="of the files in benchmark/results/")
