@@ -1,6 +1,6 @@
 """The whole loop for the bundled pair: serve, send, record, train, gate, swap, compare.
 
-    python examples/own_traffic/loop.py --kind sql --requests 70 --steps 40 [--work FOLDER] [--poison]
+    python examples/own_traffic/loop.py --kind sql --requests 70 --steps 24 [--work FOLDER] [--poison]
 
 `make own-traffic` runs it. Every command is printed, so that each can be run by hand, and the seconds of each
 phase. Exit status: 0 the new draft was swapped in, 1 it did not pass the gate.
@@ -83,7 +83,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=70, help="to record; 8 of the tenth must be left")
     parser.add_argument("--unseen", type=int, default=16, help="requests to compare the drafts on in the end")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
-    parser.add_argument("--steps", type=int, default=40, help="of training")
+    parser.add_argument("--steps", type=int, default=24, help="of training")
     parser.add_argument(
         "--general", type=int, default=24, help="general texts of the gate, of 32 tokens each"
     )
