@@ -27,12 +27,8 @@ from sglang_dflash.srt.speculative.targets import kinds
 PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
 INTRODUCTION = """# Limits
 
-Ask for your own command line, before a start:
-
 ```bash
-python -m sglang_dflash.doctor --serve \\
-    "python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH \\
-    --speculative-draft-model-path DRAFT"
+python -m sglang_dflash.doctor --serve "YOUR COMMAND"    # before a start
 ```
 
 *Refused* ends the start. *Falls back* means that the built-in runs the whole server

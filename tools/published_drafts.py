@@ -56,19 +56,17 @@ def row(case: dict) -> str:
     config = config_of(case)
     with tempfile.TemporaryDirectory() as folder:
         outcome, draft = read(config, folder)
-    kind, block, window, command = "", "", "", "–"
+    kind, block, command = "DFlash", "", "built-in"  # of a draft that falls back
     if outcome == "read":
         kind, block = draft.kind, str(draft.speculative_tokens + 1)
-        window = str(draft.sliding_window) if draft.has_sliding_layers else "–"
+        if draft.has_sliding_layers:
+            block += f", window {draft.sliding_window}"
         command = "PEAGLE" if kind == "P-EAGLE" else "DFLASH"
         if "speculators_model_type" in config:
             command = "alone"
-    elif outcome == "falls_back":
-        kind, command = "DFlash", "DFLASH"
-    elif "DSPARK" in draft:
-        kind, command = "DSpark", "DSPARK"
-    here = {"read": "read", "falls_back": "built-in", "refused": "refused"}[outcome]
-    cells = (case["target"], f"`{case['page']}`", kind, block, window, command, here)
+    elif outcome == "refused":
+        kind, command = ("DSpark", "DSPARK") if "DSPARK" in draft else ("", "refused")
+    cells = (case["target"], f"`{case['page']}`", kind, block, command)
     return "| " + " | ".join(cells) + " |"
 
 
@@ -77,8 +75,8 @@ def drafts_list() -> str:
     cases = [case for case in CASES if "page" in case]
     targets = [FIRST, *dict.fromkeys(case["target"] for case in cases if case["target"] != FIRST)]
     lines = [
-        "| target | draft | format | block | window | type | here |",
-        "|---|---|---|---:|---:|---|---|",
+        "| target | draft | format | block | type |",
+        "|---|---|---|---|---|",
         *(row(case) for target in targets for case in cases if case["target"] == target),
     ]
     unseen = ", ".join(f"`{name}`" for name in TABLE["unseen"])
