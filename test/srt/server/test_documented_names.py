@@ -33,6 +33,7 @@ OTHER_PROGRAMS = {
     "--from-pretrained": "the speculators library's",
     "--sglang-": "slime's",
     "--sglang-speculative-algorithm": "slime's",
+    "--update-weight-transport": "slime's",
 }
 
 
