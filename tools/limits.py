@@ -120,7 +120,7 @@ def whole_blocks() -> str:
         args = SimpleNamespace(**served | change)
         with patch.dict(os.environ, environment), patch.object(options.logger, "warning") as warning:
             options.resolve_adaptive(args, True, 8, is_recurrent=True)
-        said.append(f"- {warning.call_args.args[1]}")
+        said.append(f"- {warning.call_args.args[1].removeprefix('not supported ')}")
     return "\n".join(said)
 
 
@@ -218,7 +218,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 LEADS = {
     "DP attention": "Served with `--enable-dp-lm-head`, but:",
-    "Adaptive width verifies whole blocks": "With a warning, where it is:",
+    "Adaptive width verifies whole blocks": "With a warning, because it is not supported:",
     "Fields of a draft": "With values of another model. One warning names other fields that are not read.",
 }
 
