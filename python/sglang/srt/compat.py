@@ -18,7 +18,7 @@ except ImportError:  # 0.5.22: norm and rotation are separate kernels there
 
 
 @dataclass(frozen=True)
-class DraftLayout:
+class DraftRanks:
     """The ranks of a draft, for SGLang 0.5.22, which has no such type."""
 
     tp_group: Any  # the ranks that share requests. None: all ranks of the target
@@ -29,7 +29,7 @@ class DraftLayout:
         return self.tp_group is not None
 
 
-def resolve_draft_layout() -> Any:
+def resolve_draft_ranks() -> Any:
     """Return the ranks of a draft whose layers all see the same rows, outside `run_as_draft`."""
     try:
         from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
@@ -37,13 +37,13 @@ def resolve_draft_layout() -> Any:
     except ImportError:  # 0.5.22
         parallel = get_parallel()
         group = parallel.attn_tp_group if parallel.attn_dp_enabled else None
-        return DraftLayout(group, parallel.attn_tp_size)
+        return DraftRanks(group, parallel.attn_tp_size)
     return resolve_draft_parallel_layout(DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP))
 
 
-def run_as_draft(layout: Any) -> AbstractContextManager[None]:
+def run_as_draft(ranks: Any) -> AbstractContextManager[None]:
     """Return a context in which the draft's ranks are all there are."""
-    return draft_tp_context(layout.local_dp if isinstance(layout, DraftLayout) else layout)
+    return draft_tp_context(ranks.local_dp if isinstance(ranks, DraftRanks) else ranks)
 
 
 def budgeted_draft_bytes(configurator: Any) -> int | None:

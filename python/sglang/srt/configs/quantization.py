@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 # Names of modules: the compressed-tensors library's; with `*`, as ModelOpt's; whole parts of names, from a
 # dot to a dot, as in plain FP8 exports. In all of them an expression may stand behind "re:".
 Syntax = Literal["library", "wildcards", "parts"]
-Layout = Literal["pack-quantized", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
+Packing = Literal["pack-quantized", "int8", "fp8", "nvfp4", "mxfp4", "modelopt-nvfp4", "modelopt-fp8"]
 
 # Element types by safetensors' names.
 _FP8 = ("F8_E4M3",)
@@ -54,7 +54,7 @@ class Scheme:
         has_order: whether `weight_g_idx` holds the group of each column.
     """
 
-    layout: Layout
+    packing: Packing
     bits: int
     strategy: str = "group"
     group: int = 0
@@ -73,13 +73,13 @@ class Scheme:
             "nvfp4": "NVFP4",
             "mxfp4": "MXFP4",
         }
-        return names.get(self.layout) or f"ModelOpt {self.layout.removeprefix('modelopt-').upper()}"
+        return names.get(self.packing) or f"ModelOpt {self.packing.removeprefix('modelopt-').upper()}"
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
         """Return why a weight of this shape cannot be stored so, or None."""
         if self.strategy == "group" and not self.has_order and columns % self.group:
             return f"group size {self.group} does not divide its {columns} columns"
-        if self.layout in ("nvfp4", "mxfp4", "modelopt-nvfp4") and columns % 2:
+        if self.packing in ("nvfp4", "mxfp4", "modelopt-nvfp4") and columns % 2:
             return f"its {columns} columns cannot be packed in pairs"
         return None
 
@@ -89,7 +89,7 @@ class Scheme:
         one = ((1,), ())
         halves = SchemeTensor(("U8",), ((rows, columns // 2),))
         found: dict[str, SchemeTensor]
-        if self.layout == "pack-quantized":
+        if self.packing == "pack-quantized":
             words = math.ceil(columns * self.bits / 32)
             found = {
                 "weight_packed": SchemeTensor(("I32",), ((rows, words),)),
@@ -101,19 +101,19 @@ class Scheme:
                 found["weight_zero_point"] = SchemeTensor(("I32",), ((zero_rows, *scales[0][1:]),))
             if self.has_order:
                 found["weight_g_idx"] = SchemeTensor(("I32", "I64"), ((columns,),))
-        elif self.layout in ("int8", "fp8", "modelopt-fp8"):
-            stored = ("I8",) if self.layout == "int8" else _FP8
+        elif self.packing in ("int8", "fp8", "modelopt-fp8"):
+            stored = ("I8",) if self.packing == "int8" else _FP8
             found = {
                 "weight": SchemeTensor(stored, ((rows, columns),)),
                 self.scale: SchemeTensor(FLOATS, scales),
             }
             if not self.is_symmetric:
                 found["weight_zero_point"] = SchemeTensor(("I8",), scales)
-        elif self.layout == "mxfp4":
+        elif self.packing == "mxfp4":
             found = {"weight_packed": halves, "weight_scale": SchemeTensor(_MXFP4_SCALES, scales)}
         else:  # ModelOpt's own names differ
             weight, factor = "weight_packed", "weight_global_scale"
-            if self.layout == "modelopt-nvfp4":
+            if self.packing == "modelopt-nvfp4":
                 weight, factor = "weight", "weight_scale_2"
             found = {
                 weight: halves,
@@ -126,7 +126,7 @@ class Scheme:
 
     def _scale_shapes(self, rows: int, columns: int) -> tuple[Shape, ...]:
         row_blocks, column_blocks = math.ceil(rows / self.block[0]), math.ceil(columns / self.block[1])
-        if self.layout == "modelopt-fp8":
+        if self.packing == "modelopt-fp8":
             blocks = (row_blocks, 1, column_blocks, 1), (row_blocks, column_blocks)
             return ((), (1,), (rows,), (rows, 1), *blocks)
         return {
@@ -173,8 +173,8 @@ class DraftQuantization:
 
 ALL_LINEAR = (re.compile(""),)
 _COMPRESSED_TENSORS = ("compressed-tensors", "compressed_tensors")  # names of the method
-# The library's format, number of bits and type -> layout
-_COMPRESSED_LAYOUTS: dict[Any, Layout] = {
+# The library's format, number of bits and type -> packing
+_PACKINGS: dict[Any, Packing] = {
     ("pack-quantized", 4, "int"): "pack-quantized",
     ("pack-quantized", 8, "int"): "pack-quantized",
     ("int-quantized", 8, "int"): "int8",
@@ -267,7 +267,7 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
     return DraftQuantization("compressed-tensors", _COMPRESSED_TENSORS, tuple(found), ignore)
 
 
-def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
+def _compressed_scheme(weights: Any, packing: Any) -> Scheme | None:
     if weights is None:
         return None
     if not isinstance(weights, dict):
@@ -276,11 +276,11 @@ def _compressed_scheme(weights: Any, layout: Any) -> Scheme | None:
     bits, kind, strategy, group = fields
     if strategy is None:
         strategy = "group" if group else "tensor"
-    is_named = isinstance(layout, str) and isinstance(kind, str) and is_int(bits)
-    found = _COMPRESSED_LAYOUTS.get((layout, bits, kind)) if is_named else None
+    is_named = isinstance(packing, str) and isinstance(kind, str) and is_int(bits)
+    found = _PACKINGS.get((packing, bits, kind)) if is_named else None
     if found is None:
         raise ValueError(
-            f"has format {short_repr(layout)}, num_bits {short_repr(bits)}, type {short_repr(kind)}: "
+            f"has format {short_repr(packing)}, num_bits {short_repr(bits)}, type {short_repr(kind)}: "
             "not served"
         )
     if found in ("nvfp4", "mxfp4"):
@@ -335,8 +335,8 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
     return DraftQuantization("fp8", ("fp8",), (SchemeGroup(ALL_LINEAR, scheme),), ignore)
 
 
-# ModelOpt's quant_algo -> layout
-_MODELOPT: dict[str, Layout] = {
+# ModelOpt's quant_algo -> packing
+_MODELOPT: dict[str, Packing] = {
     "NVFP4": "modelopt-nvfp4",
     "W4A16_NVFP4": "modelopt-nvfp4",
     "FP8": "modelopt-fp8",
@@ -363,14 +363,14 @@ def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
 
 def _modelopt_scheme(fields: Mapping[str, Any]) -> Scheme:
     algorithm = fields.get("quant_algo")
-    layout = _MODELOPT.get(algorithm) if isinstance(algorithm, str) else None
-    if layout is None:
+    packing = _MODELOPT.get(algorithm) if isinstance(algorithm, str) else None
+    if packing is None:
         raise ValueError(f"quant_algo {short_repr(algorithm)} is not served, only {', '.join(_MODELOPT)}")
-    if layout == "modelopt-fp8":
-        return Scheme(layout, 8, "tensor")
+    if packing == "modelopt-fp8":
+        return Scheme(packing, 8, "tensor")
     group = fields.get("group_size") or 16
     _check_group(group)
-    return Scheme(layout, 4, "group", group)
+    return Scheme(packing, 4, "group", group)
 
 
 def _patterns(value: Any, where: str, syntax: Syntax = "library") -> tuple[re.Pattern[str], ...]:

@@ -38,19 +38,19 @@ class QuantizedModule:
         order = parts.get("weight_g_idx") if scheme.has_order else None
         if order is not None and (order.min() < 0 or order.max() >= scale.shape[-1]):
             raise ValueError(f"{self.name}.weight_g_idx points outside its {scale.shape[-1]} groups")
-        if scheme.layout == "pack-quantized":
+        if scheme.packing == "pack-quantized":
             weight = _unpack_integers(parts["weight_packed"], scheme.bits, self.columns).float()
-        elif scheme.layout in ("int8", "fp8", "modelopt-fp8"):
+        elif scheme.packing in ("int8", "fp8", "modelopt-fp8"):
             weight = parts["weight"].float()
             if wrong := int((~weight.isfinite()).sum()):
                 raise ValueError(f"{self.name}.weight holds {wrong} values that are not finite")
         else:
-            halves = parts["weight"] if scheme.layout == "modelopt-nvfp4" else parts["weight_packed"]
+            halves = parts["weight"] if scheme.packing == "modelopt-nvfp4" else parts["weight_packed"]
             values = torch.tensor(_E2M1, dtype=torch.float32, device=halves.device)
             weight = values[torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2).long()]
         if not scheme.is_symmetric:
             zero = parts["weight_zero_point"]
-            if scheme.layout == "pack-quantized":  # along rows, unlike the weight
+            if scheme.packing == "pack-quantized":  # along rows, unlike the weight
                 zero = _unpack_integers(zero.t().contiguous(), scheme.bits, self.rows).t()
             weight = weight - _spread(zero.float(), shape, scheme, order)
         return weight * _spread(scale, shape, scheme, order)
@@ -71,13 +71,13 @@ def take_quantized_modules(
 
 def _scale(parts: Mapping[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
     scale = parts[scheme.scale]
-    if scheme.layout == "mxfp4":  # E8M0: an exponent alone
+    if scheme.packing == "mxfp4":  # E8M0: an exponent alone
         exponents = scale if scale.dtype == torch.uint8 else scale.view(torch.uint8)
         return torch.exp2(exponents.float() - 127).masked_fill(exponents == 255, torch.nan)
     scale = scale.float()
-    if scheme.layout == "nvfp4":
+    if scheme.packing == "nvfp4":
         return scale / parts["weight_global_scale"].float()
-    if scheme.layout == "modelopt-nvfp4":
+    if scheme.packing == "modelopt-nvfp4":
         return scale * parts["weight_scale_2"].float()
     return scale[:, 0, :, 0] if scale.ndim == 4 else scale  # ModelOpt's blocks [rows, 1, columns, 1]
 
@@ -103,6 +103,6 @@ def _spread(
     if scale.shape[0] != rows:
         height, width = scheme.block
         return scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
-    if scheme.strategy == "block" or scheme.layout == "modelopt-fp8":
+    if scheme.strategy == "block" or scheme.packing == "modelopt-fp8":
         return scale.repeat_interleave(scheme.block[1], 1)[:, :columns]  # blocks of one row
     return scale.repeat_interleave(scheme.group, 1)

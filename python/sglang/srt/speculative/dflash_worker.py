@@ -26,7 +26,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.srt.compat import resolve_draft_layout
+from sglang_dflash.srt.compat import resolve_draft_ranks
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.observability.traffic import start_recording
@@ -79,7 +79,7 @@ class DFlashWorker(BaseSpecWorker):
         self.block_size = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.speculative_num_steps = spec.speculative_num_steps
         # The target's ranks, or with DP attention those sharing requests. SGLang sizes the draft's KV by it.
-        ranks = self.draft_parallel_layout = resolve_draft_layout()
+        ranks = self.draft_parallel_layout = resolve_draft_ranks()
         self._draft_worker = load_draft(
             server_args, gpu_id=gpu_id, nccl_port=nccl_port, target_worker=target_worker, draft_ranks=ranks
         )

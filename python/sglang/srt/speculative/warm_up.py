@@ -30,9 +30,9 @@ _REQUESTS: tuple[tuple[dict[str, Any], bool, int], ...] = (
 )
 
 
-def runs_cycles_alone(layout: Any) -> bool:
+def runs_cycles_alone(ranks: Any) -> bool:
     """Return whether a rank runs cycles, and without asking ranks with other requests."""
-    return not layout.local_dp and get_disagg().disaggregation_mode != "prefill"
+    return not ranks.local_dp and get_disagg().disaggregation_mode != "prefill"
 
 
 def warm_up(worker: Any, lengths: LengthChooser) -> int:
@@ -82,7 +82,7 @@ def _run_cycles(worker: Any, lengths: LengthChooser) -> None:
     # P-EAGLE runs the rows of the last cycle again, at positions before these.
     context = feasible_context(worker, worker.block_size)
     target_runner = worker.target_worker.model_runner
-    for plan in lengths.plans_of_each_layout(target_runner.max_running_requests):
+    for plan in lengths.warm_up_plans(target_runner.max_running_requests):
         bs = plan.layout.bs
         # Its table of counts has a row per request and a column per token, which most servers never need.
         worker.penalties = Penalties(bs, target_runner.model_config.vocab_size, worker.device)

@@ -8,7 +8,7 @@ import torch
 
 from sglang_dflash.srt.speculative.cycle import ragged_graphs
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
-    GraphLayout,
+    CapturedRows,
     RowBackends,
     reason_for_one_width,
     row_sizes,
@@ -52,7 +52,7 @@ def test_rows_without_a_padding_request_go_to_the_longest():
 
 
 def test_a_layout_of_all_requests_of_a_graph():
-    layout = GraphLayout.from_counts([3, 1, 2, 0], 6, "cpu")
+    layout = CapturedRows.from_counts([3, 1, 2, 0], 6, "cpu")
     assert layout.verify_lens.tolist() == [3, 1, 2, 0] and layout.graph_num_tokens == 6
     assert layout.qo_indptr_device.tolist() == [0, 3, 4, 6, 6]
     assert layout.extend_start_loc.tolist() == [0, 3, 4, 6]

@@ -10,7 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 
 from sglang_dflash.srt.layers.attention.ragged_rows import install_ragged_layouts, supports_ragged_rows
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
-from sglang_dflash.srt.speculative.cycle.ragged_graphs import GraphLayout, row_sizes, spread_rows
+from sglang_dflash.srt.speculative.cycle.ragged_graphs import CapturedRows, row_sizes, spread_rows
 from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 
 BLOCK, SLOTS = 8, 6
@@ -73,7 +73,7 @@ def rows_in_graph(lengths: np.ndarray) -> tuple[VerifyLayout, int]:
     size = sizes[int(np.searchsorted(sizes, (lengths + 1).sum()))]
     slots = min(size, SLOTS)
     counts = spread_rows((lengths + 1).tolist(), size, slots, BLOCK)
-    layout = GraphLayout.from_counts(counts, size, "cpu")
+    layout = CapturedRows.from_counts(counts, size, "cpu")
     lengths = np.array(counts[: len(lengths)]) - 1
     return VerifyLayout(len(lengths), int(lengths.max()) + 1, lengths, for_graph=layout), slots
 
@@ -105,7 +105,7 @@ def test_a_graph_reads_the_rows_of_its_layout(lengths):
     rows, slots = rows_in_graph(np.array(lengths))
     # A graph is captured with other lengths than it replays.
     counts = [rows.num_rows // slots + (i < rows.num_rows % slots) for i in range(slots)]
-    layout = GraphLayout.from_counts(counts, rows.num_rows, "cpu")
+    layout = CapturedRows.from_counts(counts, rows.num_rows, "cpu")
     even = VerifyLayout(slots, max(counts), np.array(counts) - 1, for_graph=layout)
     backend.init_forward_metadata_out_graph(forward_of(even, slots), in_capture=True)
     captured = backend.forward_metadata
@@ -127,7 +127,7 @@ def test_random_layouts():
 
 def test_without_a_graph():
     lengths, backend = np.array([4, 0, 7]), make_backend()
-    layout = GraphLayout.from_counts((lengths + 1).tolist(), 14, "cpu")
+    layout = CapturedRows.from_counts((lengths + 1).tolist(), 14, "cpu")
     rows = VerifyLayout(3, 8, lengths, for_graph=layout)
     for name in ("attn_logits", "attn_lse"):
         setattr(backend, name, None)
@@ -143,7 +143,7 @@ def test_the_neighbours_length_is_noticed():
     forward = forward_of(rows, slots)
     backend.init_forward_metadata_out_graph(forward)
     assert_reads(backend.qo_indptr[: slots + 1], rows)
-    forward.spec_info.ragged_verify_layout = GraphLayout.from_counts(
+    forward.spec_info.ragged_verify_layout = CapturedRows.from_counts(
         [counts[1], counts[0], *counts[2:]], rows.num_rows, "cpu"
     )
     backend.init_forward_metadata_out_graph(forward)

@@ -12,8 +12,8 @@ from sglang_dflash.srt.models import dflash
 
 
 @pytest.fixture(params=["with", "without"])
-def layouts(request, monkeypatch):
-    """SGLang with its own type of a draft's ranks, or without it, on four ranks that share nothing."""
+def parallel(request, monkeypatch):
+    """SGLang with a type of a draft's ranks, or without it, on four ranks that share nothing."""
     group = SimpleNamespace(world_size=2)
     parallel = SimpleNamespace(
         attn_dp_enabled=True,
@@ -36,11 +36,11 @@ def layouts(request, monkeypatch):
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_the_ranks_of_a_draft(layouts, is_shared):
-    layouts.attn_dp_enabled = is_shared
-    layout = compat.resolve_draft_layout()
-    assert layout.local_dp == is_shared and layout.attn_tp_size == 2
-    assert layout.tp_group is (layouts.attn_tp_group if is_shared else None)
+def test_the_ranks_of_a_draft(parallel, is_shared):
+    parallel.attn_dp_enabled = is_shared
+    ranks = compat.resolve_draft_ranks()
+    assert ranks.local_dp == is_shared and ranks.attn_tp_size == 2
+    assert ranks.tp_group is (parallel.attn_tp_group if is_shared else None)
 
 
 @pytest.mark.parametrize("group", ["two ranks", None])
@@ -48,11 +48,11 @@ def test_the_placement_of_a_draft(group, monkeypatch):
     """SGLang 0.5.22 is told whether the draft has separate ranks, later releases which ones."""
     told = []
     monkeypatch.setattr(
-        compat, "draft_tp_context", lambda layout: told.append(layout) or contextlib.nullcontext()
+        compat, "draft_tp_context", lambda ranks: told.append(ranks) or contextlib.nullcontext()
     )
     theirs = SimpleNamespace(tp_group=group)
-    for layout in (compat.DraftLayout(group, 2), theirs):
-        with compat.run_as_draft(layout):
+    for ranks in (compat.DraftRanks(group, 2), theirs):
+        with compat.run_as_draft(ranks):
             pass
     assert told == [group is not None, theirs]
 

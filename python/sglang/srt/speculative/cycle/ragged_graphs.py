@@ -46,13 +46,13 @@ def spread_rows(counts: Sequence[int], num_rows: int, num_slots: int, block_size
     return spread
 
 
-class GraphLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
-    """A layout of all S requests of a graph, made on the host, where it keeps the `counts`."""
+class CapturedRows(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
+    """The rows of all S requests of a graph, made on the host, where `counts` are kept."""
 
     counts: tuple[int, ...] = ()
 
     @classmethod
-    def from_counts(cls, counts: Sequence[int], num_rows: int, device: Any) -> "GraphLayout":
+    def from_counts(cls, counts: Sequence[int], num_rows: int, device: Any) -> "CapturedRows":
         """Copy `counts`, rows of each request, to the device without waiting."""
         ends = np.cumsum(counts)
         numbers = on_device([*counts, 0, *ends.tolist()], torch.int32, device)
@@ -60,7 +60,7 @@ class GraphLayout(RaggedVerifyLayout, frozen=True):  # type: ignore[call-arg]
         parts: Any = dict(verify_lens=lengths, extend_start_loc=bounds[:-1], qo_indptr_device=bounds)
         return cls(graph_num_tokens=num_rows, counts=tuple(counts), **parts)
 
-    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "GraphLayout":
+    def padded_to_bucket(self, *, padded_bs: int, cap: int | None = None) -> "CapturedRows":
         """Return itself: it has the requests that pad a batch."""
         return self
 
@@ -86,10 +86,10 @@ def _row_graph_runner() -> type:
             self.capture_bs = self._sizes
             return self.capture_bs
 
-        def _capture_ragged_verify_layout(self, num_tokens: int) -> GraphLayout:
+        def _capture_ragged_verify_layout(self, num_tokens: int) -> CapturedRows:
             slots = self._ragged_capture_slots(num_tokens)
             counts = [num_tokens // slots + (i < num_tokens % slots) for i in range(slots)]
-            return GraphLayout.from_counts(counts, num_tokens, self.device)
+            return CapturedRows.from_counts(counts, num_tokens, self.device)
 
         def _stage_ragged_verify_layout(self, ragged_layout: Any, graph_size_key: int) -> None:
             """Do nothing: graphs read what the backend prepares, not the layout."""
@@ -102,8 +102,8 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
     graphs, name = runner.decode_cuda_graph_runner, type(attention).__name__
     # FA3 and FA4, TensorRT-LLM's kernels but for its older ones ("xqa"), and Triton.
     is_xqa = getattr(attention, "is_xqa_impl", False)
-    takes_layouts = name in ("FlashAttentionBackend", "TRTLLMHAAttnBackend") and not is_xqa
-    if not takes_layouts and not supports_ragged_rows(attention):
+    takes_counts = name in ("FlashAttentionBackend", "TRTLLMHAAttnBackend") and not is_xqa
+    if not takes_counts and not supports_ragged_rows(attention):
         return f"{name} verifies one width"
     if getattr(attention, "has_local_attention", False):
         return "layers with chunks have page tables of their own"
@@ -166,7 +166,7 @@ class RowBackends:
             slots = graphs._ragged_capture_slots(num_rows)
             counts = spread_rows(counts, num_rows, slots, self._block_size)
             lengths = np.array(counts[: len(lengths)]) - 1
-        for_graph = GraphLayout.from_counts(counts, num_rows, graphs.device)
+        for_graph = CapturedRows.from_counts(counts, num_rows, graphs.device)
         shape: Any = dict(bs=len(lengths), verify_len=int(lengths.max()) + 1, num_draft_tokens=lengths)
         return VerifyLayout(**shape, device=graphs.device, for_graph=for_graph)
 
@@ -177,10 +177,10 @@ def captured_sizes(runner: Any) -> list[int]:
 
 
 class AnyRows:
-    """A backend without graphs, for any rows. With `has_layouts` layers read SGLang's layout."""
+    """A backend without graphs, for any rows, whose `counts` layers may read."""
 
-    def __init__(self, has_layouts: bool = False):
-        self._has_layouts = has_layouts
+    def __init__(self, reads_counts: bool = False):
+        self._reads_counts = reads_counts
 
     def select(self, lengths: np.ndarray, needs_rectangle: bool = False) -> VerifyLayout:
         """Return the layout of drafted tokens [n]; a rectangle has the largest number for all."""
@@ -188,7 +188,7 @@ class AnyRows:
         if needs_rectangle:
             lengths = np.full_like(lengths, verify_len - 1)
         for_graph = None
-        if self._has_layouts and not (lengths == verify_len - 1).all():
+        if self._reads_counts and not (lengths == verify_len - 1).all():
             counts = (lengths + 1).tolist()
-            for_graph = GraphLayout.from_counts(counts, sum(counts), "cpu")
+            for_graph = CapturedRows.from_counts(counts, sum(counts), "cpu")
         return VerifyLayout(len(lengths), verify_len, lengths, for_graph=for_graph)

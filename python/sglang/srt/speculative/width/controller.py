@@ -47,7 +47,7 @@ class WholeBlocks:
         """Plan whole blocks."""
         return CyclePlan(whole_blocks(len(batch.reqs), self._block_size), draws, caps=caps)
 
-    def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
+    def warm_up_plans(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a whole block, the only layout of rows that requests may have."""
         yield CyclePlan(whole_blocks(1, self._block_size))
 
@@ -128,7 +128,7 @@ class AdaptiveLengths:
             logger.info(said, lengths.sum(), len(lengths), _by_key(self._blocks_per_length))
         return plan
 
-    def plans_of_each_layout(self, max_requests: int) -> Iterator[CyclePlan]:
+    def warm_up_plans(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a cycle of unlike lengths if two requests fit, then a whole block, to run in turn."""
         for n in min(2, max_requests), 1:
             yield plan_lengths(self.backends, np.resize((self.policy.max_draft_tokens, 0), n))

@@ -66,7 +66,7 @@ def make_chooser(
     if settings is None:
         return controller.WholeBlocks(block_size)
     if runner.decode_cuda_graph_runner is None:
-        backends: Any = ragged_graphs.AnyRows(has_layouts=worker.target_states.are_recurrent)
+        backends: Any = ragged_graphs.AnyRows(reads_counts=worker.target_states.are_recurrent)
     else:
         backends = ragged_graphs.RowBackends.capture(runner, block_size)
     budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
