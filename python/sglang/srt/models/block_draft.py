@@ -128,7 +128,7 @@ class BlockDraftModel(nn.Module):
         """LM head of the draft, over `draft_vocab_size` tokens."""
         return self.lm_head if self.lm_head is not None else self.borrowed[1]
 
-    def renew_copies(self) -> None:
+    def renew_cast_weights(self) -> None:
         """Rebuild tensors derived from the weights, after an update of the draft or the target.
 
         CUDA graphs read most of these tensors, which keep their addresses.

@@ -299,8 +299,8 @@ class DFlashDraftModel(BlockDraftModel):
         norms = [layer.self_attn.k_norm.weight for layer in self.layers]
         self._k_norm_weight = torch.stack(norms, out=self._k_norm_weight)
 
-    def renew_copies(self) -> None:
-        super().renew_copies()
+    def renew_cast_weights(self) -> None:
+        super().renew_cast_weights()
         if self.kv_weight is not None:
             self.stack_kv_weights()
 

@@ -70,7 +70,7 @@ def check_tensors(
 def load_tensors(model: Any, checked: CheckedTensors) -> set[str]:
     """Load checked tensors, and return the names of the model's parameters.
 
-    After an update `model.renew_copies` must follow.
+    After an update `model.renew_cast_weights` must follow.
     """
     config, tensors, found = checked
     missing_width = model.config.intermediate_size - config.intermediate_size

@@ -142,8 +142,8 @@ class PEagleDraftModel(BlockDraftModel):
         drafted = None if self.ends_before_head else self.draft_tokens(hidden_states)
         return DraftOutput(None, hidden_states=hidden_states, draft_tokens=drafted)
 
-    def renew_copies(self) -> None:
-        super().renew_copies()
+    def renew_cast_weights(self) -> None:
+        super().renew_cast_weights()
         self._fused_mask = None
 
 

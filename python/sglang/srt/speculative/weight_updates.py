@@ -117,7 +117,7 @@ class WeightUpdateRequests(Manager):
             self._owner = None
             for model in self._models.values():
                 del model.load_weights
-            self._models["draft"].renew_copies()
+            self._models["draft"].renew_cast_weights()
 
     def _run(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
         if isinstance(recv_req, io_struct.UpdateWeightFromDiskReqInput):
