@@ -58,7 +58,7 @@ def flags() -> str:
     )
     changes = [{field: "another"} for field, *_ in support._FLAGS]
     changes += [{"speculative_draft_window_size": 0}, {"device": "npu"}]
-    found = [finding for change in changes for finding in ask(support.flag_findings, served | change)]
+    found = [finding for change in changes for finding in ask(support.flag_problems, served | change)]
     ignored = names(support.flag_of(field) for field, *_ in resolve._IGNORED_FLAGS)
     return (
         f"{outcomes(found)}\n- Ignored, with a warning: {ignored}.\n"
@@ -89,9 +89,9 @@ def dp_attention() -> str:
         {"disaggregation_mode": "decode"},
         {"device": "cpu"},
     ]
-    found = [finding for change in changes for finding in ask(support.dp_attention_findings, served | change)]
+    found = [finding for change in changes for finding in ask(support.dp_attention_problems, served | change)]
     with patch.dict(os.environ, SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION="1"):
-        found += ask(support.dp_attention_findings, served)
+        found += ask(support.dp_attention_problems, served)
     said = " with DP attention (--enable-dp-attention)"
     short = [replace(finding, what=finding.what.replace(said, "")) for finding in found]
     split = len(support.SPLIT_EMBEDDINGS)

@@ -40,7 +40,7 @@ def config_of(case: dict) -> dict:
 
 def read(config: dict, checkpoint: str) -> tuple[str, Any]:
     """Return what a start makes of a config: `read` and the draft, or `falls_back` or `refused` and why."""
-    found = draft_formats.checkpoint_findings(config, checkpoint)
+    found = draft_formats.checkpoint_problems(config, checkpoint)
     if found:
         falls_back = all(finding.builtin_supports for finding in found)
         return "falls_back" if falls_back else "refused", "; ".join(finding.what for finding in found)

@@ -90,7 +90,7 @@ LEFT = {
 }
 
 
-def refuse_variables_that_left() -> None:
+def check_variables_that_left() -> None:
     """Raise ValueError for a variable that asks for what is no longer here."""
     for name, instead in LEFT.items():
         if os.environ.get(name, "0") not in ("", "0", "auto"):

@@ -83,7 +83,7 @@ managers.schedule_batch.ScheduleBatch: mamba_track_buffer_indices mamba_track_in
 
 
 @functools.cache
-def find_misfit(feature: str | None) -> str | None:
+def missing_name(feature: str | None) -> str | None:
     """Return which name that a feature needs is not there, or None."""
     for place, names in NEEDED[feature].items():
         path = f"sglang.srt.{place}"
@@ -98,7 +98,7 @@ def find_misfit(feature: str | None) -> str | None:
 
 def require(feature: str) -> None:
     """End a scheduler that was to use a feature whose names are not all there."""
-    if reason := find_misfit(feature):
+    if reason := missing_name(feature):
         raise SystemExit(f"sglang-dflash: {feature}: {reason}. docs/dev/updating-sglang.md says what to do.")
 
 

@@ -36,7 +36,7 @@ from support.rank_checks import (
 )
 from support.servers import FLOAT32, Reference
 
-from sglang_dflash.srt.arg_groups.support import dp_attention_findings
+from sglang_dflash.srt.arg_groups.support import dp_attention_problems
 from sglang_dflash.srt.speculative import idle_rank
 from sglang_dflash.srt.speculative.cycle.verify import disable_graphs_if_any_rank_idle
 from sglang_dflash.srt.speculative.dflash_utils import check_borrowed_layers
@@ -175,7 +175,7 @@ WITHOUT_DP = {"attn_dp_size": 1, "enable_dp_lm_head": False, "enable_mixed_chunk
 
 @pytest.mark.parametrize("changes", [{}, {"device": "cuda", "tp_size": 4}, WITHOUT_DP])
 def test_served(changes):
-    assert not dp_attention_findings(arguments_of(**changes))
+    assert not dp_attention_problems(arguments_of(**changes))
 
 
 @pytest.mark.parametrize(
@@ -185,19 +185,19 @@ def test_served(changes):
     ],
 )
 def test_not_served_with_dp_attention(changes, words, builtin_supports):
-    [finding] = dp_attention_findings(arguments_of(**changes))
+    [finding] = dp_attention_problems(arguments_of(**changes))
     assert words in finding.what and finding.builtin_supports is builtin_supports
 
 
 def test_a_target_with_a_split_embedding(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    [finding] = dp_attention_findings(arguments_of(model_path=str(tmp_path)))
+    [finding] = dp_attention_problems(arguments_of(model_path=str(tmp_path)))
     assert "LlamaForCausalLM" in finding.what and finding.builtin_supports
 
 
 def test_all_that_is_not_served_is_named(monkeypatch):
     monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
-    found = dp_attention_findings(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
+    found = dp_attention_problems(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
     text = " ".join(finding.what for finding in found)
     coordination = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
     for words in ("--disaggregation-mode", "--enable-mixed-chunk", coordination):

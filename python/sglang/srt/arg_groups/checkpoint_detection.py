@@ -45,7 +45,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
         checkpoint = args.model_path
         kind = speculators_type(config)
         verifier_name = verifier_of(config, checkpoint)  # reports nearly all its faults
-        _refuse_contradictions(args, checkpoint, kind)
+        _check_flags_agree(args, checkpoint, kind)
         verifier = locate_verifier(verifier_name, checkpoint)
         if kind == "peagle":
             _record_target_depth(read_config(verifier, None), checkpoint, config)
@@ -145,7 +145,7 @@ def locate_verifier(name_or_path: str, checkpoint: str) -> str:
     return name_or_path
 
 
-def _refuse_contradictions(args: Any, checkpoint: str, kind: str) -> None:
+def _check_flags_agree(args: Any, checkpoint: str, kind: str) -> None:
     if args.speculative_draft_model_path not in (None, checkpoint):
         raise ValueError(
             f"--model-path {checkpoint!r} is a draft, and so is --speculative-draft-model-path "

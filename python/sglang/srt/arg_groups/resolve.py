@@ -22,13 +22,13 @@ from sglang_dflash.srt.arg_groups.options import (
 from sglang_dflash.srt.arg_groups.support import (
     check_kept_rows,
     choose_draft_attention,
-    draft_attention_findings,
-    find_unsupported,
+    draft_attention_problems,
     flag_of,
+    server_problems,
 )
 from sglang_dflash.srt.configs.checkpoint import read_config, read_file, read_mask_embedding, tensors_of
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_formats import check_draft_config
+from sglang_dflash.srt.configs.draft_formats import config_remarks
 from sglang_dflash.srt.configs.draft_kinds import (
     check_draft_fits_target,
     differences,
@@ -42,7 +42,7 @@ from sglang_dflash.srt.environ import (
     CPU_ATTENTION_BACKEND,
     SOURCE,
     DFlashOptions,
-    refuse_variables_that_left,
+    check_variables_that_left,
 )
 from sglang_dflash.srt.speculative.targets.kinds import check_embedding, find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
@@ -89,11 +89,11 @@ def prepare(server_args: Any) -> Configs | None:
     if target := read_config(args.model_path, args.revision):
         find_capture_method(target.get("architectures"))
     config = read_file(checkpoint, args.speculative_draft_model_revision)
-    if fall_back(server_args, find_unsupported(server_args, config)):
+    if fall_back(server_args, server_problems(server_args, config)):
         return None
     # Without a config.json SGLang has other formats, or reports it.
-    configs = load_and_check_configs(args, check_draft_config(config, checkpoint) if config else ())
-    if fall_back(server_args, draft_attention_findings(args, configs.draft, configs.target)):
+    configs = load_and_check_configs(args, config_remarks(config, checkpoint) if config else ())
+    if fall_back(server_args, draft_attention_problems(args, configs.draft, configs.target)):
         return None
     return configs
 
@@ -138,7 +138,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
-    refuse_variables_that_left()
+    check_variables_that_left()
     check_simulated_lens(block_size)
     check_copy_ahead(block_size)
     check_record_options()

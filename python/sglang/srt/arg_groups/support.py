@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings
+from sglang_dflash.srt.configs.draft_formats import checkpoint_problems
 from sglang_dflash.srt.configs.fields import is_int
 from sglang_dflash.srt.configs.unsupported import (
     COUNT_WINDOW_FROM_ANCHOR,
@@ -65,7 +65,7 @@ _FLAGS = (
 _KEEP_ROWS = ("enable_return_routed_experts", "enable_return_indexer_topk")
 
 
-def find_unsupported(server_args: Any, draft: Mapping[str, Any] | None) -> list[Unsupported]:
+def server_problems(server_args: Any, draft: Mapping[str, Any] | None) -> list[Unsupported]:
     """List everything in these arguments that our DFLASH does not serve.
 
     `draft` is the draft's config.json, or None if it is not here.
@@ -76,10 +76,10 @@ def find_unsupported(server_args: Any, draft: Mapping[str, Any] | None) -> list[
     prefill_backend, decode_backend = attention_backends_of(resolved_view(server_args))
     verify_backend = decode_backend if args.speculative_attention_mode == "decode" else prefill_backend
     return [
-        *flag_findings(args),
-        *dp_attention_findings(args),
-        *target_attention_findings(args.device, verify_backend, chose_attention(server_args)),
-        *(draft_findings(args, draft) if draft is not None else ()),
+        *flag_problems(args),
+        *dp_attention_problems(args),
+        *target_attention_problems(args.device, verify_backend, chose_attention(server_args)),
+        *(draft_problems(args, draft) if draft is not None else ()),
     ]
 
 
@@ -88,7 +88,7 @@ def flag_of(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def flag_findings(args: Any) -> list[Unsupported]:
+def flag_problems(args: Any) -> list[Unsupported]:
     """List the flags and devices that our DFLASH does not serve."""
     from sglang.srt.environ import envs
 
@@ -124,7 +124,7 @@ def check_kept_rows(args: Any, max_running_requests: int, block_size: int) -> No
         )
 
 
-def dp_attention_findings(args: Any) -> list[Unsupported]:
+def dp_attention_problems(args: Any) -> list[Unsupported]:
     """List what does not work with DP attention."""
     from sglang.srt.environ import envs
 
@@ -168,7 +168,7 @@ def chose_attention(server_args: Any) -> bool:
     return any(getattr(server_args, field) is not None for field in fields)
 
 
-def target_attention_findings(device: str, verify_backend: str, is_chosen: bool) -> list[Unsupported]:
+def target_attention_problems(device: str, verify_backend: str, is_chosen: bool) -> list[Unsupported]:
     """Check the backend on which the target verifies blocks."""
     if device == "cpu" or verify_backend in TARGET_ATTENTION_BACKENDS:
         return []
@@ -178,12 +178,12 @@ def target_attention_findings(device: str, verify_backend: str, is_chosen: bool)
     return [Unsupported(what, True)]
 
 
-def draft_findings(args: Any, config: Mapping[str, Any]) -> list[Unsupported]:
+def draft_problems(args: Any, config: Mapping[str, Any]) -> list[Unsupported]:
     """List what our DFLASH does not run of a draft with this config.json."""
     checkpoint, revision = args.speculative_draft_model_path, args.speculative_draft_model_revision
     is_flag_given = args._speculative_draft_quantization_explicitly_set
     named = args.speculative_draft_model_quantization if is_flag_given else None
-    found = checkpoint_findings(config, checkpoint, revision, named)
+    found = checkpoint_problems(config, checkpoint, revision, named)
     if problem := _split_problem(args, config.get("transformer_layer_config") or config):
         found.append(Unsupported(problem))
     return found
@@ -200,7 +200,7 @@ def _split_problem(args: Any, layers: Mapping[str, Any]) -> str | None:
     return f"a draft of {heads} attention and {kv_heads} KV heads, which cannot be split over --tp {ranks}"
 
 
-def draft_attention_findings(
+def draft_attention_problems(
     args: Any, draft: DFlashDraftConfig, target_text_config: Any
 ) -> list[Unsupported]:
     """Check that some attention backend of a GPU runs this draft as it was trained."""
@@ -218,7 +218,7 @@ def choose_draft_attention(
 
     The requested backend is preferred, then the target's prefill backend, then the order of
     DRAFT_ATTENTION_BACKENDS. If the requested backend does not suit, a warning names the one that runs. Some
-    backend suits: `draft_attention_findings` has found nothing.
+    backend suits: `draft_attention_problems` has found nothing.
     """
     suited, unsuited = suited_backends(args, draft, target_text_config)
     requested = args.speculative_draft_attention_backend

@@ -18,7 +18,7 @@ from sglang_dflash.srt.configs.fields import (
     names_taken,
     short_repr,
 )
-from sglang_dflash.srt.configs.unsupported import variant_findings
+from sglang_dflash.srt.configs.unsupported import variant_problems
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -127,7 +127,7 @@ class DFlashDraftConfig:
         """
         fields = DraftFields(hf_config, [])
         values = cls._read(fields)
-        found = variant_findings(vars(hf_config), fields.values, cls.nested_fields())
+        found = variant_problems(vars(hf_config), fields.values, cls.nested_fields())
         fields.problems += [finding.what for finding in found]
         fields.raise_problems(checkpoint)
         return cls(**values)

@@ -50,7 +50,7 @@ from sglang_dflash.srt.configs.speculators_format import (
 from sglang_dflash.srt.configs.unsupported import (
     BUILTIN_ARCHITECTURES,
     Unsupported,
-    draft_findings,
+    draft_problems,
     dspark_heads,
     field_of,
 )
@@ -114,7 +114,7 @@ def flat_config(
     return flat
 
 
-def checkpoint_findings(
+def checkpoint_problems(
     config: Mapping[str, Any],
     checkpoint: str,
     revision: str | None = None,
@@ -130,7 +130,7 @@ def checkpoint_findings(
     is_known = kind is not None or first_name(architectures) in BUILTIN_ARCHITECTURES
     is_zlabs = is_known and kind is not PEagleDraftConfig
     builtin_reads = is_zlabs and not is_speculators_config(config)
-    found = draft_findings(config, (kind or DFlashDraftConfig).nested_fields()) if builtin_reads else []
+    found = draft_problems(config, (kind or DFlashDraftConfig).nested_fields()) if builtin_reads else []
     try:
         quantization = read_quantization(find_quantization(config, checkpoint, revision))
     except OtherMethodError as error:
@@ -295,7 +295,7 @@ def _mask_token(fields: Fields) -> int | None:
     return next(iter(found.values()), None)
 
 
-def check_draft_config(config: Mapping[str, Any], checkpoint: str) -> list[str]:
+def config_remarks(config: Mapping[str, Any], checkpoint: str) -> list[str]:
     """Say which values of layers a draft's config.json lacks, and which fields are not read.
 
     Raises:

@@ -26,7 +26,7 @@ from sglang_dflash.srt.configs.fields import (
     read_window,
     short_repr,
 )
-from sglang_dflash.srt.configs.unsupported import dspark_heads, variant_findings
+from sglang_dflash.srt.configs.unsupported import dspark_heads, variant_problems
 
 # Types that we serve, and the architectures of their flat configs. The library's DSpark is served without
 # heads.
@@ -85,7 +85,7 @@ def normalize(config: Mapping[str, Any], checkpoint: str, target_layers: int | N
         if kind == "dspark":
             problem = f"'dspark' is not served here with heads: {', '.join(dspark_heads(config))}"
         raise DraftConfigError(checkpoint, [f"speculators_model_type {problem}{hint}"])
-    if found := variant_findings(config, {}, speculators_fields(config)):
+    if found := variant_problems(config, {}, speculators_fields(config)):
         raise DraftConfigError(checkpoint, [finding.what for finding in found])
     fields = Fields(config, [])
     rows = None if config.get("draft_vocab_size") is not None else _rows_of_head(config, checkpoint)

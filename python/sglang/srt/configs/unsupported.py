@@ -40,7 +40,7 @@ class FieldRule(NamedTuple):
     read: tuple[Any, ...] = (None, False, 0)  # the draft has none
     is_list: bool = False
 
-    def find_unread(self, value: Any) -> list[Any]:
+    def unread_values(self, value: Any) -> list[Any]:
         """Return the values in the field that are not read."""
         if value is not None and self.is_list != isinstance(value, list):
             return [value]
@@ -112,7 +112,7 @@ class Unsupported:
     drawback: str = ""
 
 
-def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[Unsupported]:
+def draft_problems(config: Mapping[str, Any], served: Collection[str]) -> list[Unsupported]:
     """List what we do not run of the draft that this config.json describes.
 
     `served` holds the fields of `dflash_config` that this draft's class reads. Faults that make a config
@@ -132,7 +132,7 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
             problems.append(f"{field} is of kind {short_repr(kind)}, which is not supported")
         if any(isinstance(value, Mapping) for value in rope.values()):
             problems.append(f"{field} by layer type: one embedding serves all layers")
-    findings = variant_findings(config, nested, served)
+    findings = variant_problems(config, nested, served)
     findings += [Unsupported(problem, builtin_supports=True) for problem in problems]
     names = "target_layer_ids", "num_target_layers"
     if all(fields.get(name) is None for fields in (nested, config) for name in names):
@@ -141,12 +141,12 @@ def draft_findings(config: Mapping[str, Any], served: Collection[str]) -> list[U
     return findings
 
 
-def variant_findings(
+def variant_problems(
     config: Mapping[str, Any], nested: Mapping[str, Any], served: Collection[str]
 ) -> list[Unsupported]:
     """List what we do not run of a config and of its `nested` fields, the `served` aside."""
     named = [value for value in (nested.get("projector_type"), config.get("projector_type")) if value]
-    if named and not any(map(FIELDS["projector_type"].find_unread, named)):
+    if named and not any(map(FIELDS["projector_type"].unread_values, named)):
         served = {*served, *_DOMINO_SIZES}  # which the speculators library writes for every draft
     if 0 in (nested.get("markov_rank"), config.get("markov_rank")):
         served = {*served, "markov_head_type"}  # which the library writes for a draft without the head
@@ -154,7 +154,7 @@ def variant_findings(
     for before, fields in (("dflash_config.", nested), ("", config)):
         for name, value in fields.items():
             field = None if name in served else field_of(name)
-            if field is not None and (unread := field.find_unread(value)):
+            if field is not None and (unread := field.unread_values(value)):
                 means = NAMED.get(str(unread[0]).lower(), field.means)
                 what = f"{before}{name} is {short_repr(value)}: {means} is not supported (only {field.words})"
                 found.append(Unsupported(what, means not in BUILTIN_LACKS))
@@ -172,7 +172,7 @@ def dspark_heads(config: Mapping[str, Any]) -> list[str]:
         value = config.get(name) if nested.get(name) is None else nested[name]
         if value is None:
             found.append(f"{name} is missing")
-        elif FIELDS["markov_" if name == "markov_rank" else name].find_unread(value):
+        elif FIELDS["markov_" if name == "markov_rank" else name].unread_values(value):
             found.append(f"{name} is {short_repr(value)}")
     return found
 
@@ -202,10 +202,10 @@ def _rope_problems(config: Mapping[str, Any]) -> list[str]:
         rotated = f"rope_dim is {rope_dim!r} of a head of {head_dim!r}"
         return [] if rope_dim == head_dim else [f"{rotated}: {partial}"]
     problems = []
-    if _ROTARY_SHARE.find_unread(factor):
+    if _ROTARY_SHARE.unread_values(factor):
         doubt = "copied from a target it says nothing of the draft, and doctor --measure tries both"
         problems.append(f"partial_rotary_factor is {factor!r}: {partial} (only 1); {doubt}")
     # transformers' Qwen3 layers, on which drafts are trained, do not read the factor of the default kind.
-    if kind != "default" and _ROTARY_SHARE.find_unread(own):
+    if kind != "default" and _ROTARY_SHARE.unread_values(own):
         problems.append(f"partial_rotary_factor {own!r} under {kind}: {partial} (only 1)")
     return problems

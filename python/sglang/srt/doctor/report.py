@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, is_flat_dspark
+from sglang_dflash.srt.configs.draft_formats import checkpoint_problems, is_flat_dspark
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.interpretations import blocks
 from sglang_dflash.srt.doctor.measure import Measurement
@@ -33,7 +33,7 @@ def heading(pair: Pair, found: Sequence[Finding]) -> str:
 
 def implementation(draft: Checkpoint, faults: Sequence[Finding]) -> str:
     """Name the implementation that serves a draft with these faults, and why it is not ours."""
-    found = checkpoint_findings(draft.config, str(draft.folder))
+    found = checkpoint_problems(draft.config, str(draft.folder))
     if not found and any(fault.is_fatal for fault in faults):
         return "no implementation: a fault ends the start"
     if not found:

@@ -34,18 +34,18 @@ _SAME_ROWS = 0.9  # cosine; a frozen head gives 1, rows of other tokens about 0
 
 def findings(pair: Pair) -> list[Finding]:
     """List all findings that need no model, faults first. Raises BadInput."""
-    found = [*pair.config_faults, *_check_quantisation(pair), *_check_provenance(pair)]
+    found = [*pair.config_faults, *_quantisation_findings(pair), *_provenance_findings(pair)]
     if unread := unread_fields(pair.draft.config):
         problem = f"config.json has fields that are not read: {', '.join(unread)}"
         found.append(note(problem, "If one of them changes the model, it is of another format"))
     if pair.is_parsed:
-        found += _check_tensors(pair)
-        found += [*_check_vocabulary(pair), *_check_head(pair), *_check_mask_token(pair)]
-        found += [*_check_layer_ids(pair), *_check_rope(pair)]
+        found += _tensor_findings(pair)
+        found += [*_vocabulary_findings(pair), *_head_findings(pair), *_mask_token_findings(pair)]
+        found += [*_layer_id_findings(pair), *_rope_findings(pair)]
     return sorted(found, key=lambda finding: finding.level)
 
 
-def _check_tensors(pair: Pair) -> Iterator[Finding]:
+def _tensor_findings(pair: Pair) -> Iterator[Finding]:
     found = pair.examined_tensors
     for problem in found.problems:
         yield fault(f"tensor {problem}", FETCH_AGAIN, is_fatal=True)
@@ -54,7 +54,7 @@ def _check_tensors(pair: Pair) -> Iterator[Finding]:
         yield fault(problem, "If the draft was trained with them, it is of another format")
 
 
-def _check_quantisation(pair: Pair) -> Iterator[Finding]:
+def _quantisation_findings(pair: Pair) -> Iterator[Finding]:
     if pair.is_parsed and (schemes := pair.examined_tensors.schemes):
         counts = Counter(scheme.name for scheme in schemes.values())
         listed = ", ".join(f"{count} layers {name}" for name, count in sorted(counts.items()))
@@ -70,7 +70,7 @@ def _check_quantisation(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def _check_provenance(pair: Pair) -> Iterator[Finding]:
+def _provenance_findings(pair: Pair) -> Iterator[Finding]:
     """Look for signs that the draft was trained for another target."""
     speculators = pair.draft.config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
@@ -97,7 +97,7 @@ def _check_provenance(pair: Pair) -> Iterator[Finding]:
             yield fault(problem, OTHER_TARGET)
 
 
-def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
+def _vocabulary_findings(pair: Pair) -> Iterator[Finding]:
     config, tokens = pair.config, pair.text_config.vocab_size
     maps = pair.examined_tensors.maps
     d2t, t2d = maps.get("d2t"), maps.get("t2d")
@@ -115,7 +115,7 @@ def _check_vocabulary(pair: Pair) -> Iterator[Finding]:
         yield fault("d2t maps to the tokens that t2d names, but in another order", FETCH_AGAIN)
 
 
-def _check_head(pair: Pair) -> Iterator[Finding]:
+def _head_findings(pair: Pair) -> Iterator[Finding]:
     """Compare the draft's head with the target's rows, at which training freezes it."""
     config, head = pair.config, "lm_head.weight"
     target_head = _target_head(pair)
@@ -142,7 +142,7 @@ def _check_head(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def _check_mask_token(pair: Pair) -> Iterator[Finding]:
+def _mask_token_findings(pair: Pair) -> Iterator[Finding]:
     tokenizer, mask = pair.target.tokenizer, pair.config.mask_token_id
     if tokenizer is None:
         problem = "the target has no tokenizer.json, so the mask token has no name here"
@@ -165,7 +165,7 @@ def _check_mask_token(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
+def _layer_id_findings(pair: Pair) -> Iterator[Finding]:
     config, depth = pair.config, pair.text_config.num_hidden_layers
     ids = config.target_layer_ids
     if problem := differences(config, pair.text_config).get("num_target_layers"):
@@ -183,7 +183,7 @@ def _check_layer_ids(pair: Pair) -> Iterator[Finding]:
         )
 
 
-def _check_rope(pair: Pair) -> Iterator[Finding]:
+def _rope_findings(pair: Pair) -> Iterator[Finding]:
     if len(pair.rotary_shares) > 1:
         share = min(pair.rotary_shares)
         problem = f"partial_rotary_factor is {share:g}, as the target's may be"

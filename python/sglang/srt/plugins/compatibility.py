@@ -17,7 +17,7 @@ from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.configs.unsupported import Unsupported
 from sglang_dflash.srt.patching import HELP, LOAD, WORKER, Mismatch, installed_version
 from sglang_dflash.srt.plugins.patches import patches_at
-from sglang_dflash.srt.reaches import find_misfit
+from sglang_dflash.srt.reaches import missing_name
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def why_off() -> str | None:
         off = patching.missing_features([each for each in table if not (is_supported and each.feature)])
         if is_supported:
             return None
-        if reason := find_misfit(None):
+        if reason := missing_name(None):
             return reason
         importlib.import_module("sglang_dflash.srt.speculative.dflash_worker")
     except Mismatch as mismatch:

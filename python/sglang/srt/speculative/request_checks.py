@@ -1,6 +1,6 @@
 """Checks of requests, in two processes. What fails is answered with HTTP 400, by name.
 
-`find_problem` stands in the scheduler and keeps it alive, whoever sends the request. `check_and_normalize`
+`request_problem` stands in the scheduler and keeps it alive, whoever sends the request. `check_and_normalize`
 stands in SGLang's front end in Python, which checks few types: the scheduler could not decode what it sends.
 """
 
@@ -116,7 +116,7 @@ def check_and_handle(original: Callable[..., None], scheduler: Any, recv_req: An
     A front end of another language sends requests without SGLang's checks in Python. SGLang also refuses some
     requests by itself, such as those of an unknown session, and then runs them with what they asked for.
     """
-    if problem := find_problem(recv_req, scheduler.model_config):
+    if problem := request_problem(recv_req, scheduler.model_config):
         recv_req.sampling_params = RefusedParams(problem=problem, max_new_tokens=1, top_k=1)
         recv_req.sampling_params.normalize(None)
         recv_req.custom_logit_processor = recv_req.token_ids_logprob = None
@@ -164,7 +164,7 @@ def _problem(req: Any) -> str | None:
     return end_with_pool(req)
 
 
-def find_problem(request: Any, model: Any) -> str | None:
+def request_problem(request: Any, model: Any) -> str | None:
     """Check SGLang's TokenizedGenerateReqInput against its ModelConfig.
 
     Returns why the request is refused: it would end the scheduler, or DFLASH cannot serve it exactly as the

@@ -8,7 +8,7 @@ import pytest
 from sglang_dflash.srt.arg_groups.support import (
     choose_draft_attention,
     chose_attention,
-    target_attention_findings,
+    target_attention_problems,
 )
 from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 
@@ -86,10 +86,10 @@ def test_peagle_with_pages():
 
 @pytest.mark.parametrize("is_chosen", [True, False])
 def test_a_target_that_cannot_verify(is_chosen):
-    [finding] = target_attention_findings("cuda", "flashmla", is_chosen)
+    [finding] = target_attention_problems("cuda", "flashmla", is_chosen)
     assert "'flashmla'" in finding.what and "--attention-backend" in finding.what and finding.builtin_supports
     assert ("SGLang's choice" in finding.what) == (not is_chosen)
-    assert not target_attention_findings("cuda", "triton", is_chosen)
+    assert not target_attention_problems("cuda", "triton", is_chosen)
 
 
 def test_an_attention_flag_is_the_users_choice():

@@ -13,7 +13,7 @@ from sglang_dflash.srt.arg_groups.options import (
     resolve_adaptive,
 )
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
-from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option, refuse_variables_that_left
+from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option, check_variables_that_left
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
@@ -78,10 +78,10 @@ def test_what_left_is_refused_with_what_replaces_it(parser, name, monkeypatch, c
         return
     for asks_for_nothing in ("", "0", "auto"):
         monkeypatch.setenv(name, asks_for_nothing)
-        refuse_variables_that_left()
+        check_variables_that_left()
     monkeypatch.setenv(name, "1")
     with pytest.raises(ValueError, match=f"{name} has left the plugin: "):
-        refuse_variables_that_left()
+        check_variables_that_left()
 
 
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):

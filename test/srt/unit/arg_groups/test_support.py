@@ -144,9 +144,9 @@ def test_http_workers_without_an_interface_fall_back(monkeypatch):
     from sglang.srt.environ import Envs
 
     record = record_of(DRAFT, tokenizer_worker_num=2)
-    assert IS_0_5_22 or not support.flag_findings(record)
+    assert IS_0_5_22 or not support.flag_problems(record)
     monkeypatch.delattr(Envs, "SGLANG_HTTP_SERVER_APP_PATH", raising=False)
-    assert [finding.builtin_supports for finding in support.flag_findings(record)] == [True]
+    assert [finding.builtin_supports for finding in support.flag_problems(record)] == [True]
 
 
 @pytest.mark.parametrize(

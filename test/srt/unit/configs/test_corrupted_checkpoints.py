@@ -37,7 +37,7 @@ from transformers import Qwen3Config
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
 from sglang_dflash.srt.configs.checkpoint import INDEX, read_file
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
-from sglang_dflash.srt.configs.draft_formats import checkpoint_findings, flat_config
+from sglang_dflash.srt.configs.draft_formats import checkpoint_problems, flat_config
 from sglang_dflash.srt.configs.draft_kinds import differences, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import value_problems
 from sglang_dflash.srt.configs.fields import assumed_values
@@ -327,9 +327,9 @@ def test_a_malformed_quantization_does_not_fall_back(changes):
         groups.clear()
     for group in groups.values():
         group["weights"].update(changes)
-    [finding] = checkpoint_findings(config, "draft")
+    [finding] = checkpoint_problems(config, "draft")
     assert not finding.builtin_supports and finding.what.startswith("quantization_config: config_groups")
-    [other] = checkpoint_findings({**config, "quantization_config": {"quant_method": "awq"}}, "draft")
+    [other] = checkpoint_problems({**config, "quantization_config": {"quant_method": "awq"}}, "draft")
     assert other.builtin_supports
 
 

@@ -173,6 +173,6 @@ def test_who_verifies_one_width_and_why(name, fields, graph_fields, words):
 
 
 def test_without_a_name_that_it_overrides_there_is_one_width(monkeypatch):
-    monkeypatch.setattr(ragged_graphs, "find_misfit", {ragged_graphs.ROWS: "no such method"}.get)
+    monkeypatch.setattr(ragged_graphs, "missing_name", {ragged_graphs.ROWS: "no such method"}.get)
     reason = reason_for_one_width(runner_of(), type(FA, (SimpleNamespace,), {})())
     assert reason == "no such method"

@@ -15,7 +15,7 @@ import sglang_dflash
 from sglang_dflash.srt import reaches
 from sglang_dflash.srt.plugins import compatibility
 from sglang_dflash.srt.plugins.patches import all_patches
-from sglang_dflash.srt.reaches import NEEDED, ON_CPU, ROWS, WAIT, find_misfit
+from sglang_dflash.srt.reaches import NEEDED, ON_CPU, ROWS, WAIT, missing_name
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 # Attributes of Python's and PyTorch's objects, of the libraries beside SGLang, and of NamedTuples.
@@ -128,7 +128,7 @@ def uses() -> frozenset[Use]:
 @pytest.fixture(autouse=True)
 def ledger_of_this_release(monkeypatch):
     monkeypatch.setattr(reaches, "NEEDED", NEEDED_HERE)
-    find_misfit.cache_clear()
+    missing_name.cache_clear()
 
 
 def listed(ledger: Iterable[Reach]) -> set[Use]:
@@ -151,7 +151,7 @@ def test_a_server_looks_up_what_the_ledger_writes_and_overrides():
 
 
 def test_this_sglang_has_what_we_write_and_override():
-    assert [find_misfit(feature) for feature in (None, ROWS, WAIT, ON_CPU)] == [None] * 4
+    assert [missing_name(feature) for feature in (None, ROWS, WAIT, ON_CPU)] == [None] * 4
 
 
 GONE = REACHES[0]._replace(kind="write", names=("no_such_flag",), why="a test")
@@ -167,9 +167,9 @@ def gone(request, monkeypatch):
         monkeypatch.setattr(reaches, "NEEDED", needed_by((*REACHES_HERE, reach._replace(feature=feature))))
         return words
 
-    find_misfit.cache_clear()
+    missing_name.cache_clear()
     yield add
-    find_misfit.cache_clear()
+    missing_name.cache_clear()
 
 
 def test_without_a_required_name_the_built_in_serves(gone, monkeypatch):
@@ -184,6 +184,6 @@ def test_without_a_required_name_the_built_in_serves(gone, monkeypatch):
 
 def test_without_a_name_of_its_feature_a_scheduler_ends(gone):
     words = gone(WAIT)
-    assert find_misfit(None) is None
+    assert missing_name(None) is None
     with pytest.raises(SystemExit, match=f"{WAIT}: .*{words}"):
         reaches.require(WAIT)

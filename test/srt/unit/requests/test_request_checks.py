@@ -18,7 +18,7 @@ from sglang_dflash.srt.speculative.request_checks import (
     INT64,
     MAX_ANSWERS,
     check_and_normalize,
-    find_problem,
+    request_problem,
     validate_dflash_request,
 )
 
@@ -202,22 +202,22 @@ MODEL = SimpleNamespace(vocab_size=100)
 
 def test_good_fields_are_served():
     for sampling, fields in GOOD:
-        assert find_problem(sent(sampling, **fields), MODEL) is None, (sampling, fields)
+        assert request_problem(sent(sampling, **fields), MODEL) is None, (sampling, fields)
 
 
 @pytest.mark.parametrize("name, sampling, fields", BAD)
 def test_bad_fields_are_named_in_the_scheduler(name, sampling, fields):
-    assert name in find_problem(sent(sampling, **fields), MODEL)
+    assert name in request_problem(sent(sampling, **fields), MODEL)
 
 
 def test_a_minimum_beyond_64_bits_is_named():
-    assert "min_new_tokens" in find_problem(sent({"min_new_tokens": 2**63, "max_new_tokens": None}), MODEL)
+    assert "min_new_tokens" in request_problem(sent({"min_new_tokens": 2**63, "max_new_tokens": None}), MODEL)
 
 
 def test_a_grammar_that_cannot_roll_back_is_refused_per_request(backends):
     backends.kernel.grammar_backend = "outlines"
-    assert "regex with --grammar-backend outlines" in find_problem(sent({"regex": "a+"}), MODEL)
-    assert find_problem(sent(), MODEL) is None
+    assert "regex with --grammar-backend outlines" in request_problem(sent({"regex": "a+"}), MODEL)
+    assert request_problem(sent(), MODEL) is None
 
 
 def test_images_are_served_on_any_target():

@@ -75,7 +75,7 @@ def causal_conv1d_update_cpu(
     If `intermediate_conv_window` [rows, tokens, channels, width - 1] is given, the states after each token go
     there. They go to rows `intermediate_state_indices`, and `conv_states` stays as it is.
     """
-    _refuse_trees(retrieve_parent_token)
+    _check_is_chain(retrieve_parent_token)
     slots = conv_state_indices.long()
     inputs = mixed_qkv if mixed_qkv.dim() == 3 else mixed_qkv[..., None]
     steps, past = inputs.shape[2], conv_weights.shape[1] - 1
@@ -138,7 +138,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     """
     if is_kda:
         raise NotImplementedError("sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu: KDA's vector decay")
-    _refuse_trees(retrieve_parent_token)
+    _check_is_chain(retrieve_parent_token)
     bs, value_heads, dtype = initial_state_indices.numel(), v.shape[2], v.dtype
     # Requests with the most tokens come first, so those that have a t-th token are a prefix.
     lengths, order = cu_seqlens.long().diff().sort(descending=True, stable=True)
@@ -247,6 +247,6 @@ def _normalize(q, k, value_heads, use_l2norm):
     return q.repeat_interleave(group, dim=1) * q.shape[-1] ** -0.5, k.repeat_interleave(group, dim=1)
 
 
-def _refuse_trees(retrieve_parent_token):
+def _check_is_chain(retrieve_parent_token):
     if retrieve_parent_token is not None:
         raise NotImplementedError("sgl_kernel: GatedDeltaNet on a CPU verifies chains, not token trees")

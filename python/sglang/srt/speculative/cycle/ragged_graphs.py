@@ -15,7 +15,7 @@ import torch
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.srt.layers.attention.ragged_rows import install_ragged_layouts, supports_ragged_rows
-from sglang_dflash.srt.reaches import ROWS, find_misfit
+from sglang_dflash.srt.reaches import ROWS, missing_name
 from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, whole_blocks
 
@@ -111,7 +111,7 @@ def reason_for_one_width(runner: Any, attention: Any) -> str | None:
         return "there are no CUDA graphs that pad batches"
     if graphs.require_gathered_buffer or graphs.enable_two_batch_overlap:
         return "data-parallel attention and two-batch overlap take blocks of one width"
-    return find_misfit(ROWS)
+    return missing_name(ROWS)
 
 
 class RowBackends:
