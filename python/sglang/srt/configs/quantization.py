@@ -20,6 +20,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 ATTRIBUTE = "draft_quantization"
 
 Shape = tuple[int, ...]
+Patterns = tuple[re.Pattern[str], ...]
 # Names of modules: the compressed-tensors library's; with `*`, as ModelOpt's; whole parts of names, from a
 # dot to a dot, as in plain FP8 exports. In all of them an expression may stand behind "re:".
 Syntax = Literal["library", "wildcards", "parts"]
@@ -138,37 +139,30 @@ class Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class SchemeGroup:
-    """Modules of one scheme, by expressions of their names. None: they are dense."""
-
-    targets: tuple[re.Pattern[str], ...]
-    scheme: Scheme | None
-
-
-@dataclass(frozen=True, slots=True)
 class DraftQuantization:
     """The schemes of a checkpoint.
 
     Attributes:
         method: as the file has it.
         names: values of --speculative-draft-model-quantization that name the method.
+        groups: expressions of names of modules, and the scheme of the modules. None: they are dense.
         ignore: expressions of modules that are not quantized.
     """
 
     method: str
     names: tuple[str, ...]
-    groups: tuple[SchemeGroup, ...]
-    ignore: tuple[re.Pattern[str], ...] = ()
+    groups: tuple[tuple[Patterns, Scheme | None], ...]
+    ignore: Patterns = ()
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of a linear module, named without `model.`; None if dense."""
         names = module, f"model.{module}"
 
-        def are_named(patterns: tuple[re.Pattern[str], ...]) -> bool:
+        def are_named(patterns: Patterns) -> bool:
             return any(pattern.match(name) for pattern in patterns for name in names)
 
         groups = () if are_named(self.ignore) else self.groups
-        return next((group.scheme for group in groups if are_named(group.targets)), None)
+        return next((scheme for targets, scheme in groups if are_named(targets)), None)
 
 
 ALL_LINEAR = (re.compile(""),)
@@ -262,7 +256,7 @@ def _read_compressed_tensors(raw: Mapping[str, Any]) -> DraftQuantization:
             scheme = _compressed_scheme(group.get("weights"), group.get("format") or raw.get("format"))
         except ValueError as error:
             raise ValueError(f"config_groups.{name} {error}") from error
-        found.append(SchemeGroup(_patterns(group.get("targets"), f"config_groups.{name}.targets"), scheme))
+        found.append((_patterns(group.get("targets"), f"config_groups.{name}.targets"), scheme))
     ignore = _patterns(raw.get("ignore"), "ignore")
     return DraftQuantization("compressed-tensors", _COMPRESSED_TENSORS, tuple(found), ignore)
 
@@ -332,7 +326,7 @@ def _read_fp8(raw: Mapping[str, Any]) -> DraftQuantization:
         scheme = Scheme("fp8", bits=8, strategy="block", block=block, scale="weight_scale_inv")
     fields = ("ignored_layers", "modules_to_not_convert")
     ignore = tuple(name for field in fields for name in _patterns(raw.get(field), field, "parts"))
-    return DraftQuantization("fp8", ("fp8",), (SchemeGroup(ALL_LINEAR, scheme),), ignore)
+    return DraftQuantization("fp8", ("fp8",), ((ALL_LINEAR, scheme),), ignore)
 
 
 # ModelOpt's quant_algo -> packing
@@ -356,7 +350,7 @@ def _read_modelopt(raw: Mapping[str, Any]) -> DraftQuantization:
         ]
     else:
         schemes = [(ALL_LINEAR, raw)]
-    groups = tuple(SchemeGroup(targets, _modelopt_scheme(fields)) for targets, fields in schemes)
+    groups = tuple((targets, _modelopt_scheme(fields)) for targets, fields in schemes)
     names = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
     return DraftQuantization("modelopt", names, groups, ignore)
 
@@ -373,7 +367,7 @@ def _modelopt_scheme(fields: Mapping[str, Any]) -> Scheme:
     return Scheme(packing, 4, "group", group)
 
 
-def _patterns(value: Any, where: str, syntax: Syntax = "library") -> tuple[re.Pattern[str], ...]:
+def _patterns(value: Any, where: str, syntax: Syntax = "library") -> Patterns:
     """Read names of modules as expressions. Raises ValueError if they are no list."""
     value = [] if value is None else value
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):

@@ -173,7 +173,6 @@ class Gate:
 
     def __init__(self, served: Pair, new: Pair, max_new_tokens: int, device: str | None, dtype: torch.dtype):
         check_replaces(served, new)
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._checkpoint, self._max_new_tokens = served.target, max_new_tokens
         self._target, self._tokenizer = load_target(served.target, device, dtype)
         self._vocab_size = served.text_config.vocab_size

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -70,58 +71,39 @@ AS_CONFIGURED = Interpretation("as configured")
 def other_interpretations(draft: PlainDraft, mask_tokens: dict[int, str]) -> list[Interpretation]:
     """List other interpretations of a checkpoint, given the target's mask tokens by id."""
     found = []
+
+    def add(label: str, fits_better: str, advice: str, **changes: Any) -> None:
+        found.append(Interpretation(label, f"the draft fits better {fits_better}", advice, changes=changes))
+
+    counted = "z-lab counts layer outputs, the speculators library inputs"
     for shift, direction, verb in ((-1, "lower", "Subtract one from"), (1, "higher", "Add one to")):
-        problem = f"the draft fits better with every target layer id one {direction}"
-        counted = "z-lab counts layer outputs, the speculators library inputs"
         advice = f"{verb} each layer id in config.json ({counted})"
+        problem = f"the draft fits better with every target layer id one {direction}"
         found.append(Interpretation(f"layer ids one {direction}", problem, advice, shift=shift))
     if len(draft.draft.target_layer_ids) > 1:
-        problem = "the draft fits better with the target's layers in reversed order"
         advice = "Reverse the column blocks of fc.weight: SGLang passes the lowest layer first"
+        problem = "the draft fits better with the target's layers in reversed order"
         found.append(Interpretation("target layers reversed", problem, advice, reversed_states=True))
     for token_id, name in mask_tokens.items():
         if token_id != draft.mask_token_id:
-            problem = f"the draft fits better with {name} ({token_id}) as its mask token"
-            advice = f"Set mask_token_id to {token_id}"
-            found.append(
-                Interpretation(f"mask token {name}", problem, advice, changes={"mask_token_id": token_id})
-            )
-    if draft.target_scale != 1.0:
-        found += _embedding_interpretations(draft)
+            better, advice = f"with {name} ({token_id}) as its mask token", f"Set mask_token_id to {token_id}"
+            add(f"mask token {name}", better, advice, mask_token_id=token_id)
+    # The other laws of a target whose module scales embeddings. Without one both are the table's.
+    for name, scale in (("as in the table", 1.0), ("scaled as the target's", draft.target_scale)):
+        if draft.target_scale != 1.0 and scale != draft.embedding_scale:
+            advice = f"Set dflash_config.input_embedding_scale to {scale:g}"
+            add(f"embeddings {name}", f"with embeddings {name}", advice, embedding_scale=scale)
     for share in set(draft.ropes) - {draft.rotary_share}:
-        problem = (
-            f"the draft fits better with {share:g} of each head rotated than with {draft.rotary_share:g}"
-        )
         advice = "Remove partial_rotary_factor from config.json: it is the target's"
         if share < 1:
             advice = f"Set partial_rotary_factor to {share:g} at the top level, for SGLang's built-in DFLASH"
-        found.append(
-            Interpretation(
-                f"{share:g} of each head rotated", problem, advice, changes={"rotary_share": share}
-            )
-        )
+        rotated = f"{share:g} of each head rotated"
+        add(rotated, f"with {rotated} than with {draft.rotary_share:g}", advice, rotary_share=share)
     if isinstance(draft, PlainDFlash2):
-        problem = "the draft fits better without its selector"
-        advice = (
-            "The tensors candidate_selector.* are damaged, in another layout or another draft's: fetch the "
-            "draft again"
-        )
-        found.append(Interpretation("selector left out", problem, advice, changes={"has_selector": False}))
+        damage = "damaged, in another layout or another draft's"
+        advice = f"The tensors candidate_selector.* are {damage}: fetch the draft again"
+        add("selector left out", "without its selector", advice, has_selector=False)
     return found
-
-
-def _embedding_interpretations(draft: PlainDraft) -> list[Interpretation]:
-    """List the other laws of a target whose module scales embeddings."""
-    return [
-        Interpretation(
-            f"embeddings {name}",
-            f"the draft fits better with embeddings {name}",
-            f"Set dflash_config.input_embedding_scale to {scale:g}",
-            changes={"embedding_scale": scale},
-        )
-        for name, scale in (("as in the table", 1.0), ("scaled as the target's", draft.target_scale))
-        if scale != draft.embedding_scale
-    ]
 
 
 @dataclass(frozen=True)
@@ -222,16 +204,7 @@ def blocks(text: Transcript, drafts: TranscriptDrafts) -> list[VerifiedBlock]:
     found, anchor = [], drafts.first
     while anchor < len(tokens) - 1:
         block = drafted[anchor - drafts.first]
-        found.append(VerifiedBlock(anchor, block, count_accepted(tokens, anchor, block)))
+        kept = takewhile(lambda pair: pair[0] == pair[1], zip(block, tokens[anchor + 1 :], strict=False))
+        found.append(VerifiedBlock(anchor, block, accepted=len(list(kept))))
         anchor += found[-1].accepted + 1
     return found
-
-
-def count_accepted(tokens: list[int], anchor: int, block: list[int]) -> int:
-    """Count the leading tokens of a block with which the text continues after its anchor."""
-    accepted = 0
-    for token, actual in zip(block, tokens[anchor + 1 : anchor + 1 + len(block)], strict=False):
-        if token != actual:
-            break
-        accepted += 1
-    return accepted

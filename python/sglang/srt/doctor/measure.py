@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.srt.configs.draft_tensors import canonical_name
 from sglang_dflash.srt.doctor.interpretations import (
     AS_CONFIGURED,
     Interpretation,
@@ -112,7 +111,6 @@ def observe(
     dtype: torch.dtype = torch.float32,
 ) -> TargetTranscripts:
     """Decode the prompts greedily, and some branches. Raises BadInput."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_target(checkpoint, device, dtype)
     prompt_ids = [encode(prompt, tokenizer, checkpoint.name) for prompt in prompts]
     answers = continue_texts(target, prompt_ids, max_new_tokens, 0.0)
@@ -194,11 +192,13 @@ def findings(measured: Measurement) -> Iterator[Finding]:
         )
 
 
-def load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def load_target(checkpoint: Checkpoint, device: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load the target and its tokenizer, by default on a GPU. Raises BadInput."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # A hub id is loaded by its name: so far only its descriptions have been fetched.
     source = str(checkpoint.folder) if checkpoint.has_tensors else checkpoint.name
     try:
@@ -214,15 +214,10 @@ def load_target(checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> tupl
 
 def load_draft(pair: Pair, target: Any) -> PlainDraft:
     """Load the draft's plain model, in the target's dtype and on its device."""
-    from safetensors.torch import load_file
-
     config = pair.config
     embedding = target.get_input_embeddings().weight.detach()
     head = target.get_output_embeddings().weight.detach()
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted({header.file for header in pair.draft.tensors.values()}):
-        loaded = load_file(pair.draft.folder / file, device=str(target.device))
-        tensors |= {canonical_name(name): tensor for name, tensor in loaded.items()}
+    tensors = {name: stored.values[...].to(target.device) for name, stored in pair.draft.tensors.items()}
     weights = {}
     for module in take_quantized_modules(tensors, pair.examined_tensors):
         try:
