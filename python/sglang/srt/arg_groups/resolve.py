@@ -9,7 +9,6 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from sglang_dflash.srt.arg_groups.fallback import fall_back
@@ -220,8 +219,7 @@ def load_and_check_configs(args: Any, remarks: Sequence[str] = ()) -> Configs:
     draft = get_config(checkpoint, revision=args.speculative_draft_model_revision, **options)
     find_capture_method(target.architectures)  # refuse what no draft could read before faults in this one
     check_embedding(target)
-    config = read_draft_config(draft, checkpoint)
-    config = replace(config, remarks=(*remarks, *config.remarks))
+    config = read_draft_config(draft, checkpoint).with_remarks(remarks)
     target_text = get_hf_text_config(target)
     check_draft_fits_target(config, target_text, checkpoint, target.architectures or ())
     quantization_of(draft, checkpoint)  # refuse what cannot be read

@@ -6,7 +6,7 @@ by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from sglang_dflash.srt.configs.fields import (
@@ -183,6 +183,9 @@ class DFlashDraftConfig:
             if value is not None and fields.find(name) is None
         )
         return values | {"remarks": remarks}
+
+    def with_remarks(self, remarks: Sequence[str]) -> Self:
+        return replace(self, remarks=(*remarks, *self.remarks))
 
     @property
     def aux_width(self) -> int:

@@ -14,6 +14,7 @@ from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_formats import unread_fields
 from sglang_dflash.srt.configs.draft_kinds import differences
 from sglang_dflash.srt.configs.draft_tensors import vocabulary_problems
+from sglang_dflash.srt.configs.fields import as_object
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.pair import (
     FETCH_AGAIN,
@@ -73,8 +74,7 @@ def _quantisation_findings(pair: Pair) -> Iterator[Finding]:
 def _provenance_findings(pair: Pair) -> Iterator[Finding]:
     """Look for signs that the draft was trained for another target."""
     speculators = pair.draft.config.get("speculators_config")
-    verifier = speculators.get("verifier") if isinstance(speculators, dict) else None
-    verifier = verifier if isinstance(verifier, dict) else {}
+    verifier = as_object(as_object(speculators).get("verifier"))
     made_for, actual = verifier.get("architectures"), pair.target.config.get("architectures")
     if made_for and actual and set(made_for).isdisjoint(actual):
         problem = f"the draft was made for a {'/'.join(made_for)}, the target is a {'/'.join(actual)}"
@@ -210,8 +210,7 @@ def _has_floats(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def _rope_theta(config: dict[str, Any]) -> float | None:
-    rope = config.get("rope_parameters") or {}
-    return config.get("rope_theta") or (rope.get("rope_theta") if isinstance(rope, dict) else None)
+    return config.get("rope_theta") or as_object(config.get("rope_parameters")).get("rope_theta")
 
 
 def _as_set(value: Any) -> set:

@@ -59,25 +59,13 @@ def layernorm_fn(
     is_rms_norm=False,
     activation="swish",
 ):
-    """Compute norm(x) * activation(z), or norm(x * activation(z)) unless `norm_before_gate`.
-
-    `x` and `z` are [.., features]. `group_size` features are normalised together, or all features if it is
-    None.
-    """
+    """Compute norm(x) * activation(z) by the RMS of all features; x and z are [.., features]."""
+    if bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
+        raise NotImplementedError("layernorm_fn: on a CPU an RMS norm of all features before the gate alone")
     y = x.float()
-    gate = None
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
     if z is not None:
-        gate = z.float().sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(z.float())
-    if gate is not None and not norm_before_gate:
-        y = y * gate
-    groups = y.unflatten(-1, (-1, group_size or y.shape[-1]))
-    if not is_rms_norm:
-        groups = groups - groups.mean(-1, keepdim=True)
-    y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)).flatten(-2) * weight.float()
-    if bias is not None:
-        y = y + bias.float()
-    if gate is not None and norm_before_gate:
-        y = y * gate
+        y = y * (z.float().sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(z.float()))
     return y.to(x.dtype)
 
 
