@@ -80,6 +80,7 @@ class Simulation:
         stalls: share of cycles that take a hundred times as long as they say.
         pace: how many times as long a cycle takes as it should, by its number.
         of_new: factor on the acceptance of a request's first two cycles.
+        loads: numbers of requests that start-up measures.
     """
 
     cost: Cost
@@ -93,15 +94,16 @@ class Simulation:
     stalls: float = 0.0
     pace: Callable[[int], float] = lambda number: 1.0
     of_new: float = 1.0
+    loads: Sequence[int] = tuple(LOADS)
     seed: int = 0
     chosen: list[np.ndarray] = field(default_factory=list)
 
     def __post_init__(self):
         self.rng = np.random.default_rng(self.seed)
         wrong = np.where(WIDTHS > 1, self.wrong.get("verify", 1.0), self.wrong.get("plain", 1.0))
-        verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in LOADS])
-        draft = np.array([self.cost.draft_for(int(n)) for n in LOADS]) * self.wrong.get("draft", 1.0)
-        every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in LOADS]
+        verify = np.array([[self.cost.verify(int(n), int(n * (w - 1))) for w in WIDTHS] for n in self.loads])
+        draft = np.array([self.cost.draft_for(int(n)) for n in self.loads]) * self.wrong.get("draft", 1.0)
+        every_other = [np.where(np.arange(n) % 2, 0, DEPTH) for n in self.loads]
         half = np.array([self.cost.cycle(lengths) for lengths in every_other])
         slow = np.random.default_rng([self.seed, 1])
         verify, draft, half = (
@@ -110,7 +112,7 @@ class Simulation:
             for seconds in (verify * wrong, draft, half)
         )
         costs = Costs(
-            LOADS,
+            self.loads,
             WIDTHS,
             verify,
             draft,

@@ -90,6 +90,29 @@ def test_a_cycle_is_timed_behind_one_that_is_not(monkeypatch):
     assert (cycle, draft) == pytest.approx((6.0, 3.0)) and worker.observers == []
 
 
+@pytest.mark.parametrize(("budget", "measured"), [(0, 2), (9, 2), (10, 3), (31, 3), (1000, 4)])
+def test_the_budget_leaves_out_larger_loads(budget, measured, monkeypatch):
+    """Costs of two loads tell how these grow. A cycle of n requests takes n seconds, and half of it later."""
+    now, table = [0.0], torch.zeros(48, 64, dtype=torch.int32)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+
+    def time_cycles(cycles, n, context):
+        seconds = n if now[0] < 50 else n / 2
+        now[0] += seconds
+        return np.full((2, len(cycles)), seconds)
+
+    pool, runner = SimpleNamespace(req_to_token=table), SimpleNamespace(page_size=1, max_total_num_tokens=99)
+    runner.req_to_token_pool = pool
+    timer = CycleTimer(
+        SimpleNamespace(block_size=8, target_worker=SimpleNamespace(model_runner=runner)), None
+    )
+    monkeypatch.setattr(timer, "_time", time_cycles)
+    seconds = timer.time_loads([(0,), (7,)], [1, 4, 13, 48], 16, budget)
+    of_loads = np.array([1, 4, 13, 48]) / (2 if budget == 1000 else 1)
+    assert seconds.shape == (2, measured, 2) and (seconds[0, :, 0] == of_loads[:measured]).all()
+    assert not table.any()
+
+
 def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
     monkeypatch.delenv(DFlashOptions.ADAPTIVE.variable, raising=False)
     assert AdaptiveSettings.from_environment() is None

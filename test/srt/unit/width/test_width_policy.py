@@ -93,8 +93,11 @@ def test_costs_between_what_was_measured(n):
 
 
 def test_costs_beyond_what_was_measured_and_of_padded_rows():
-    plain = table().of_load(64)[0]
-    assert table().of_load(128)[0][0] == pytest.approx(2 * plain[0])
+    beyond = table().of_load(128)
+    np.testing.assert_allclose(beyond[0], [COST.verify(128, rows) for rows in range(128 * DEPTH + 1)])
+    assert beyond[1][128] == pytest.approx(COST.draft_for(128))
+    of_one = Costs([1], WIDTHS, np.array([[1.0, 1.4, 1.6, 2.0]]), np.array([0.3])).of_load(5)
+    assert of_one[0][[0, 35]] == pytest.approx([5.0, 10.0]) and of_one[1][5] == pytest.approx(1.5)
     padded = table(sizes=[4, 12, 30]).of_load(4)[0]
     expected = [COST.verify(4, rows) for rows in (0, 8, 8, 26, 26, 28)]
     np.testing.assert_allclose(padded[[0, 1, 8, 9, 26, 28]], expected)
@@ -317,6 +320,13 @@ def test_a_start_while_another_process_runs_is_right_within_200_cycles(n, mix):
         for seed in range(5)
     ]
     assert np.mean(of_best) >= 0.95 and min(of_best) >= 0.8, of_best
+
+
+@pytest.mark.parametrize("measured", [[1], [1, 4], LOADS])
+def test_a_start_that_has_time_for_two_loads_is_enough(measured):
+    """Two slow cores have these costs. By those of one request, drafts for many cost too little."""
+    server = Simulation(Cost(request=0.2, row=0.14, draft=0.25, each=0.1), ["usual"], loads=measured)
+    assert (server.run(16, warm=0).of_best_uniform >= 0.96) == (len(measured) > 1)
 
 
 def test_what_a_batch_of_new_requests_taught_is_corrected():

@@ -23,10 +23,9 @@ from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT = 128  # committed tokens of a request in the measurement
-_NUM_LOADS = 4
+_CONTEXT, _NUM_LOADS = 128, 4  # committed tokens of a request in the measurement, and loads of it
 # Seconds that cycles may take, or larger loads are left out. Several ranks would disagree, and have no limit.
-_BUDGET_S = {"cpu": 4.0, "cuda": 8.0}
+_BUDGET_S = 8.0
 _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token is measured
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}  # of these requests: enough that the cost shows
 
@@ -69,7 +68,7 @@ def make_chooser(
         backends: Any = ragged_graphs.AnyRows(reads_counts=worker.target_states.are_recurrent)
     else:
         backends = ragged_graphs.RowBackends.capture(runner, block_size)
-    budget = math.inf if tp_group.world_size > 1 else _BUDGET_S[worker.device]
+    budget = math.inf if tp_group.world_size > 1 else _BUDGET_S
     costs = _measure(worker, backends, settings.verify_lens(block_size), budget)
     backends.select(np.array([block_size - 1]))
     return controller.AdaptiveLengths(
@@ -150,7 +149,7 @@ class CycleTimer:
 
         A cycle is given by the drafted tokens that its requests verify, in turn. Its seconds are the least of
         two, timed with all loads in between, so that other work spoils one of them. Loads that the budget
-        has no time for are left out, but for the first.
+        has no time for are left out, but for the first two, from which those of the others follow.
         """
         runner, most = self._worker.target_worker.model_runner, loads[-1]
         table, page = runner.req_to_token_pool.req_to_token, runner.page_size or 1
@@ -164,7 +163,7 @@ class CycleTimer:
         deadline, took = time.perf_counter() + budget, -math.inf
         for n in (*loads, *loads):
             start, is_new = time.perf_counter(), n not in samples
-            if start + (took if is_new else 0.0) < deadline:  # a larger load takes at least as long
+            if len(samples) < 2 or start + took * is_new < deadline:  # a larger load takes at least as long
                 samples[n] = np.minimum(samples.get(n, math.inf), self._time(cycles, n, context))
                 took = time.perf_counter() - start
         table[:most, :length] = before

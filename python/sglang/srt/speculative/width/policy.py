@@ -34,7 +34,7 @@ _PROBE_SHARE = 0.005  # of the time, that probes may cost
 
 @dataclass(eq=False)
 class Costs:
-    """Seconds of verifies and of drafts: linear between measured loads, in proportion beyond."""
+    """Seconds of verifies and of drafts: linear between measured loads and beyond."""
 
     loads: Any  # numbers of requests that were measured, ascending. [L]
     verify_lens: Any  # slots per request that were measured, ascending. [W]
@@ -76,13 +76,13 @@ class Costs:
             sufficient = np.searchsorted(self.sizes, n + drafted).clip(max=len(self.sizes) - 1)
             verify = verify[np.maximum(np.take(self.sizes, sufficient) - n, drafted).clip(max=drafted[-1])]
         draft = np.array([0.0, *(self._at(m, self.draft) for m in range(1, n + 1))])
-        return verify, draft, float(self._at(n, self._ragged))
+        return verify, draft, max(0.0, float(self._at(n, self._ragged)))
 
     def _at(self, n: int, table: np.ndarray) -> np.ndarray:
-        """Read a table [L, ...] at a load."""
-        index = np.interp(n, self.loads, np.arange(len(self.loads)))
-        below, above = table[int(index)], table[int(np.ceil(index))]
-        return (below + index % 1 * (above - below)) * max(1.0, n / self.loads[-1])
+        """Read a table [L, ...] at a load. Beyond the last, go on as from the load before."""
+        within = np.apply_along_axis(lambda seconds: np.interp(n, self.loads, seconds), 0, table)
+        slope = np.diff(table, axis=0, prepend=0 * table[:1])[-1] / np.diff(self.loads, prepend=0)[-1]
+        return within + max(0, n - self.loads[-1]) * slope
 
 
 class Pace:
