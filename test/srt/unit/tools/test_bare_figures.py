@@ -43,5 +43,6 @@ def test_kernel_comparisons_without_sglang():
     """`sheet.sh bare` runs them under compute-sanitizer."""
     command = (ROOT / "benchmark/gpu/sheet.sh").read_text().partition("-m pytest ")[2].partition("\n")[0]
     run = "import pytest; sys.exit(pytest.main([*sys.argv[1:], '--collect-only']))"
+    found = run_bare(run, "pytest", *command.split())
     for kernel in ("prepare_block", "walk", "accept_blocks", "penalize_block", "block_conv"):
-        assert kernel in run_bare(run, "pytest", *command.split())
+        assert kernel in found
