@@ -72,9 +72,13 @@ def start_server(record: Path, log: Path) -> tuple[subprocess.Popen, str]:
 
 
 def swap(url: str, draft: Path, version: str) -> None:
-    """Load a draft into the running server. The old one's folder is the way back."""
+    """Load a draft into the running server, whose cache then has no state of the old one.
+
+    The old one's folder is the way back.
+    """
     answer = post(f"{url}/update_weights_from_disk", {"model_path": str(draft), "weight_version": version})
     print(answer["message"], flush=True)
+    urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache", method="POST"), timeout=60).close()
 
 
 def main() -> int:
