@@ -5,10 +5,12 @@ faulty draft changes acceptance only, because the output is always the target's.
 more configurations.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
+from http.client import HTTPException
 
 import pytest
-from serving import DRAFT, PEAGLE_DRAFT
+from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT
 from support.parity import assert_same
 from support.rehearsal.compare import (
     NO_CACHE,
@@ -21,14 +23,15 @@ from support.rehearsal.compare import (
 )
 from support.rehearsal.play import Rehearsal, on_cpu, rehearse
 from support.rehearsal.stage import Scene
+from support.sequence_probs import PROBABILISTIC
+from support.servers import wait_for_end
 
 from sglang_dflash.srt.patching import installed_version
 from sglang_dflash.srt.plugins.compatibility import SUPPORTED
 
 pytestmark = [pytest.mark.server, on_cpu]
 
-# Waits, plans and replays between two publications of lengths.
-UNDER_THE_DRAFT = ("draft", "wait", "plan", "target")
+REQUESTS = greedy_requests(3, 24)
 
 
 @pytest.fixture(scope="module")
@@ -36,100 +39,76 @@ def expected(servers, reference) -> Expected:
     return Expected(servers, reference)
 
 
-LATE = Scene("flashinfer", draft="fa3", waits_under_draft=True)
-
-
 @pytest.fixture(scope="module")
-def late(expected) -> Iterator[Rehearsal]:
-    expected.answers(DRAFT, greedy_requests())  # first, so that fewer servers run at a time
-    with rehearse(LATE, DRAFT, NO_CACHE) as played:
+def on_flashinfer(expected) -> Iterator[Rehearsal]:
+    expected.answers(DRAFT, REQUESTS)  # first, so that fewer servers run at a time
+    with rehearse(Scene("flashinfer"), DRAFT, NO_CACHE) as played:
         yield played
 
 
-def test_dflash_on_flashinfer(expected):
+def test_dflash_on_flashinfer(on_flashinfer, expected):
     """By default each decode step waits for the lengths of the last one, before its draft."""
-    with expected.rehearsed(Scene("flashinfer"), DRAFT) as played:
-        assert_launches(played, "flashinfer-dflash")
-        assert set(map(tuple, played.orders())) == {("wait", "plan", "draft", "plan", "target")}
-        backends = {(note["role"], note["name"]) for note in played.notes("backend")}
-        assert backends == {(role, "FlashInferAttnBackend") for role in ("target", "draft")}
+    expected.compare(on_flashinfer, DRAFT, REQUESTS)
+    assert_launches(on_flashinfer, "flashinfer-dflash")
+    assert set(map(tuple, on_flashinfer.orders())) == {("wait", "plan", "draft", "plan", "target")}
+    backends = {(note["role"], note["name"]) for note in on_flashinfer.notes("backend")}
+    assert backends == {(role, "FlashInferAttnBackend") for role in ("target", "draft")}
 
 
-def test_the_wait_under_the_draft(late, expected):
-    """The draft is launched with the device's lengths. The verify is planned with exact ones."""
-    expected.compare(late, DRAFT, greedy_requests())
-    assert_launches(late, "flashinfer-late-dflash")
-    assert set(map(tuple, late.orders())) == {UNDER_THE_DRAFT}
-    assert set(late.waits()) == {"lengths"}
-
-
-def test_keys_that_cross_the_edges_of_chunks(late, reference):
-    requests = requests_across_chunks()
-    late.forget()
-    answers = late.server.generate_many(requests, 2)
+def test_keys_that_cross_the_edges_of_chunks(on_flashinfer, reference):
+    requests = requests_across_chunks()[:2]
+    on_flashinfer.forget()
+    answers = on_flashinfer.server.generate_many(requests, 2)
     assert_same(requests, answers, reference.answers(requests))
-    assert late.problems() == [] and set(map(tuple, late.orders())) == {UNDER_THE_DRAFT}
+    assert on_flashinfer.problems() == []
 
 
 @pytest.fixture
-def plant(late) -> Iterator:
+def plant(on_flashinfer) -> Iterator:
     """Plant a fault, send two requests, and return the answers."""
 
-    def plant_and_send(fault: str, requests: Sequence[dict] | None = None) -> list[dict]:
-        late.forget()
-        late.plant(fault)
-        return late.server.generate_many(requests or greedy_requests()[:2], 2)
+    def plant_and_send(fault: str, requests: Sequence[dict] = REQUESTS[:2]) -> list[dict]:
+        on_flashinfer.forget()
+        on_flashinfer.plant(fault)
+        return on_flashinfer.server.generate_many(requests, 2)
 
     yield plant_and_send
-    late.plant("")
+    on_flashinfer.plant("")
 
 
-def test_a_wrong_host_length_is_noticed(late, plant):
-    plant("wrong host length")
-    assert any("keys on the host" in problem for problem in late.problems())
+FEW = greedy_requests(2, 8)
 
 
-def test_a_plan_before_the_lengths_is_noticed(late, plant):
-    """Its pinned memory may hold the last plan, whose copy waits behind the last verify."""
-    plant("no wait")
-    assert any("overwritten before its copy is over" in problem for problem in late.problems())
-    assert set(map(tuple, late.orders())) == {("draft", "plan", "target")}
-
-
-def test_a_second_wait_is_noticed(late, plant):
-    plant("second wait")
-    assert set(map(tuple, late.orders())) == {("wait", *UNDER_THE_DRAFT)}
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ("wrong relayed length", "keys on the host"),
+        ("late read", "SGLang may have rewritten it: ['clone <- "),
+        ("new kernel", "block_offsets_kernel is compiled in a step"),
+    ],
+)
+def test_a_fault_is_noticed(fault, words, on_flashinfer, plant):
+    plant(fault, FEW)
+    assert any(words in problem for problem in on_flashinfer.problems())
 
 
 def test_stale_states_are_noticed(plant, expected, reference):
     """Stale states change the acceptance only: the output is still the target's."""
-    requests = greedy_requests()
     answers = plant("stale states")
-    assert_same(requests[:2], answers, reference.answers(requests[:2]))
-    wanted = expected.answers(DRAFT, requests)[:2]
-    assert acceptance(answers) != acceptance(wanted)
+    assert_same(REQUESTS[:2], answers, reference.answers(REQUESTS[:2]))
+    assert acceptance(answers) != acceptance(expected.answers(DRAFT, REQUESTS)[:2])
 
 
 @pytest.mark.skipif(installed_version() != SUPPORTED[-1], reason="counts operations of the newest SGLang")
-def test_a_new_host_read_is_noticed(late, plant):
-    plant("host read")
+def test_a_new_host_read_is_noticed(on_flashinfer, plant):
+    plant("host read", FEW)
     with pytest.raises(AssertionError, match="tolist <- dflash_worker.py run_cycle"):
-        assert_launches(late, "flashinfer-late-dflash")
-
-
-def test_a_read_of_rows_that_may_have_another_owner_is_noticed(late, plant):
-    plant("late read")
-    assert any("SGLang may have rewritten it: ['clone <- " in problem for problem in late.problems())
-
-
-def test_a_kernel_that_is_compiled_in_a_step_is_noticed(late, plant):
-    plant("new kernel")
-    assert any("block_offsets_kernel is compiled in a step" in problem for problem in late.problems())
+        assert_launches(on_flashinfer, "flashinfer-dflash")
 
 
 def test_peagle_on_fa3(expected):
     """Blocks begin with pending rows on the draft's page table, without host lengths."""
-    with expected.rehearsed(Scene("fa3"), PEAGLE_DRAFT) as played:
+    with expected.rehearsed(Scene("fa3"), PEAGLE_DRAFT, requests=REQUESTS) as played:
         assert_launches(played, "fa3-peagle")
         # A draft block has 14 rows, a verified one 8: SGLang would make a second, larger buffer.
         logits = {note["role"]: note["rows"] for note in played.notes("logits")}
@@ -139,3 +118,49 @@ def test_peagle_on_fa3(expected):
 def test_own_lengths_with_copies_on_fa3(reference, tmp_path):
     """Start-up has compiled every kernel of a cycle that copies."""
     assert_copies_beside_drafts(Scene("fa3"), reference, tmp_path)
+
+
+IN_EVERY_RUN, IN_FULL = (1, 4), (1, 16, 48)
+ROOM = ("--max-total-tokens", 16384, "--context-length", 256)
+TOKENS = 8
+
+
+@pytest.mark.parametrize("loads", [IN_EVERY_RUN, pytest.param(IN_FULL, marks=pytest.mark.rehearsal_full)])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        pytest.param(DRAFT, marks=pytest.mark.rehearsal_full, id="dflash"),
+        pytest.param(DFLASH2_DRAFT, id="dflash2"),
+        pytest.param(PEAGLE_DRAFT, marks=pytest.mark.rehearsal_full, id="peagle"),
+    ],
+)
+def test_greedy_and_drawn_drafts_at_each_load(draft, loads, reference):
+    """What is read behind the replay of another graph: graphs forget what a replay may overwrite.
+
+    Graphs for several numbers of requests share memory as those of target and draft do. Greedy requests get
+    the target's answers, beside sampled ones, whose blocks are drawn. A step of 48 requests takes ten seconds
+    and more, as kernels are interpreted.
+    """
+    greedy, sampled = greedy_requests(5, TOKENS), greedy_requests(5, TOKENS, temperature=1.0, top_k=2)
+    both = [request for pair in zip(greedy, sampled, strict=True) for request in pair]
+    room = ("--max-running-requests", max(loads), *ROOM)
+    with rehearse(Scene("fa3", buckets=loads), draft, *room, *PROBABILISTIC) as played:
+        for load, kinds in itertools.product(
+            loads, (both,) if loads == IN_EVERY_RUN else (greedy, sampled, both)
+        ):
+            requests = list(itertools.islice(itertools.cycle(kinds), load))
+            played.forget()
+            answers = played.server.generate_many(requests, load)
+            assert played.problems() == [] and played.steps_without_graphs() == []
+            assert load // 2 < max(step["bs"] for step in played.notes("step")) <= load
+            pairs = [pair for pair in zip(requests, answers, strict=True) if pair[0] in greedy]
+            if pairs:
+                requests, answers = map(list, zip(*pairs, strict=True))
+                assert_same(requests, answers, reference.answers(requests))
+        if draft == DFLASH2_DRAFT:
+            played.plant("candidates that are not copied")
+            with pytest.raises((OSError, HTTPException)):  # of a server that ends
+                played.server.generate_many(sampled[:1], 1)
+            assert wait_for_end(played.server) not in (None, 0)
+            assert "index -1 is out of bounds" in played.server.log()
+            assert any("block.probs.ids lies in memory" in problem for problem in played.problems())

@@ -6,6 +6,7 @@ acceptance that of the CPU path.
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from support.rehearsal.compare import (
     requests_across_chunks,
     verifying,
 )
-from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
+from support.rehearsal.play import ARGUMENTS, Rehearsal, on_cpu, rehearse
 from support.rehearsal.stage import Scene
 from support.servers import patched
 from transformers import AutoModelForCausalLM
@@ -84,6 +85,49 @@ def test_backend_and_draft(backend, draft, expected):
             assert_launches(played, f"{backend}-{draft}")
 
 
+@pytest.fixture(scope="module")
+def late(expected) -> Iterator[Rehearsal]:
+    expected.answers(DRAFT, greedy_requests())
+    with rehearse(LATE, DRAFT, NO_CACHE) as played:
+        yield played
+
+
+# Waits, plans and replays between two publications of lengths.
+UNDER_THE_DRAFT = ("draft", "wait", "plan", "target")
+
+
+def test_dflash_with_the_wait_under_the_draft(late, expected, reference):
+    """The draft is launched with the device's lengths. The verify is planned with exact ones."""
+    expected.compare(late, DRAFT, greedy_requests())
+    assert_launches(late, "flashinfer-late-dflash")
+    assert set(map(tuple, late.orders())) == {UNDER_THE_DRAFT}
+    assert set(late.waits()) == {"lengths"}
+    requests = requests_across_chunks()
+    late.forget()
+    assert_same(requests, late.server.generate_many(requests, 2), reference.answers(requests))
+    assert late.problems() == [] and set(map(tuple, late.orders())) == {UNDER_THE_DRAFT}
+
+
+# fault -> a problem that is reported, and the order
+LATE_FAULTS = {
+    "wrong host length": ("keys on the host", UNDER_THE_DRAFT),
+    # Its pinned memory may hold the last plan, whose copy waits behind the last verify.
+    "no wait": ("overwritten before its copy is over", ("draft", "plan", "target")),
+    "second wait": ("", ("wait", *UNDER_THE_DRAFT)),
+}
+
+
+@pytest.mark.parametrize("fault", LATE_FAULTS)
+def test_a_fault_of_the_wait_is_noticed(fault, late):
+    words, order = LATE_FAULTS[fault]
+    late.forget()
+    late.plant(fault)
+    late.server.generate_many(greedy_requests()[:2], 2)
+    late.plant("")
+    assert any(words in problem for problem in late.problems()) or not words
+    assert set(map(tuple, late.orders())) == {order}
+
+
 @pytest.mark.parametrize("draft_backend", ["fa3", "triton"])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_wait_under_the_draft(draft, draft_backend, expected):
@@ -91,7 +135,7 @@ def test_the_wait_under_the_draft(draft, draft_backend, expected):
     requests = greedy_requests(3, 16) if draft_backend == "triton" else None
     scene = replace(LATE, draft=draft_backend)
     with expected.rehearsed(scene, DRAFTS[draft], requests=requests) as played:
-        assert set(map(tuple, played.orders())) == {("draft", "wait", "plan", "target")}
+        assert set(map(tuple, played.orders())) == {UNDER_THE_DRAFT}
         if draft_backend == "fa3" and draft in ("dflash", "peagle"):
             assert_launches(played, f"flashinfer-late-{draft}")
 

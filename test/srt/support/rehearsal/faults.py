@@ -26,6 +26,13 @@ def _wrong_host_length(wait, self):
     return wait(self) - 1
 
 
+def _wrong_relayed_length(resolve, self, batch, *args, **kwargs):
+    """Make the host believe the same, where SGLang's relay waits before the draft."""
+    resolve(self, batch, *args, **kwargs)
+    if batch.forward_mode.is_decode():
+        batch.seq_lens_cpu = batch.seq_lens_cpu - 1
+
+
 def _no_wait(wait, self):
     """Plan with what is on the host. A CPU's copies are over at once, and a GPU's may not be."""
     return self._on_host
@@ -78,6 +85,9 @@ def _new_kernel(run, self, batch, *args, **kwargs):
 # name -> what is called -> what is called with it instead
 PLANTED: dict[str, dict[str, Callable[..., Any]]] = {
     "wrong host length": {f"{_SPECULATIVE}.cycle.lengths.ArrivingLengths.wait": _wrong_host_length},
+    "wrong relayed length": {
+        "sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu": _wrong_relayed_length
+    },
     "no wait": {f"{_SPECULATIVE}.cycle.lengths.ArrivingLengths.wait": _no_wait},
     "second wait": {f"{_SPECULATIVE}.cycle.block.Cycle.begin": _second_wait},
     "stale states": {f"{_SPECULATIVE}.drafters.base.VerifyTail.states_to_commit": _stale_states},
@@ -108,7 +118,7 @@ def _plant(name: str, path: str, faulty: Callable[..., Any]) -> None:
 
     # A class method comes bound from its class.
     is_bound = hasattr(original, "__self__")
-    setattr(owner, original.__name__, staticmethod(call) if is_bound else call)
+    setattr(owner, path.rpartition(".")[2], staticmethod(call) if is_bound else call)
 
 
 def _causal_draft() -> None:
