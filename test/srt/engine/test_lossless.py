@@ -31,7 +31,7 @@ pytestmark = pytest.mark.server
 # Allowed share of different cycles in float32: near ties of the draft may fall either way. Wrong draft KV
 # costs far more.
 NEARLY_SAME = 0.01
-EVERY = 13
+EVERY = 13  # a configuration's share of the prompts
 MIXED = ("--chunked-prefill-size", "64", "--enable-mixed-chunk")
 PAGES = ("--page-size", "16")
 
@@ -47,7 +47,8 @@ class Configuration:
     Attributes:
         name: The name of the test case.
         arguments: SGLang's flags.
-        offset: First prompt. Every thirteenth one follows, so that the rows together have every prompt.
+        offset: First prompt. Every thirteenth one follows, so that the rows together have every prompt with
+            `-m long`, and every other one otherwise.
         draft: Makes the draft in a folder.
         accept_length: Bounds on tokens per cycle, bonus included.
         is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.
@@ -158,22 +159,28 @@ def serve_twice(configuration: Configuration, jobs: Sequence[Job], folder: Path)
     return run(arguments, [jobs, jobs[::3]], environment=configuration.environment)
 
 
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)], ids=["half", "all"])
+def every(request) -> int:
+    """Return the stride between a configuration's prompts."""
+    return EVERY * request.param
+
+
 @pytest.fixture(scope="module")
-def default_cycles(jobs, tmp_path_factory) -> int:
+def default_cycles(every, jobs, tmp_path_factory) -> int:
     """Return the cycles of the default setting."""
     default = Configuration("default", (WHOLE_BLOCKS,))
-    answers = serve_twice(default, jobs[::EVERY], tmp_path_factory.mktemp("default"))
+    answers = serve_twice(default, jobs[::every], tmp_path_factory.mktemp("default"))
     return sum(len(answer.accepted) for answer in sum(answers, []))
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda each: each.name)
-def test_float32_output_is_the_targets(configuration, jobs, answers_alone, request, tmp_path):
+def test_float32_output_is_the_targets(configuration, every, jobs, answers_alone, request, tmp_path):
     """Send requests twice: the second pass reads KV from the prefix cache.
 
     Wrong draft KV cannot change the output, but it makes the draft guess worse. So equal cycles show that the
     draft's KV is right after chunked prefill and with pages.
     """
-    chosen, expected = (each[configuration.offset :: EVERY] for each in (jobs, answers_alone))
+    chosen, expected = (each[configuration.offset :: every] for each in (jobs, answers_alone))
     cold, warm = serve_twice(configuration, chosen, tmp_path)
 
     assert_the_targets(chosen, cold, expected)

@@ -34,7 +34,7 @@ PENALTIES = (
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
-    texts = [prompt["text"] for prompt in heldout_prompts() if 10 <= prompt["num_tokens"] <= 300][:16]
+    texts = [prompt["text"] for prompt in heldout_prompts() if 10 <= prompt["num_tokens"] <= 300][:9]
     made = []
     for i, text in enumerate(texts):
         for j in range(2):

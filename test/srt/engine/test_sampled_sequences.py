@@ -1,7 +1,7 @@
 """Whole sampled sequences have the target's probabilities, by a chi-square test.
 
 Two tokens are allowed at every position, so the probability of each sequence of LENGTH tokens can be
-computed. A scheduler then samples more than 30,000 tokens, and the sequences are counted.
+computed. A scheduler then samples 16,000 tokens, with `-m long` 32,000, and the sequences are counted.
 test_sampled_requests.py tests each token given its prefix; this test covers their joint distribution.
 
 Target and drafts are random and have a vocabulary of eight tokens, so that random drafts are often right. The
@@ -58,6 +58,7 @@ DRAFTING = {
     "probabilistic, DeepSeek's block of 7": ("deepseek", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
 LONG = ("probabilistic, DeepSeek's block of 7",)
+ONE_PROMPT = PROMPTS[:1]  # enough to notice a draft that lies
 assert SAMPLES * len(PROMPTS) * LENGTH > 30_000
 
 
@@ -109,6 +110,7 @@ def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
     assert LENGTH * len(answers) > 1.2 * cycles, "the test shows little: hardly a drafted token was accepted"
 
 
+@pytest.mark.parametrize("prompts", [ONE_PROMPT, pytest.param(PROMPTS, marks=pytest.mark.long)], ids=len)
 @pytest.mark.parametrize(
     "drafting",
     [
@@ -117,12 +119,12 @@ def assert_drafts_are_kept(answers: Sequence[Answer]) -> None:
         if name != "probabilistic"
     ],
 )
-def test_sequences_have_the_targets_probabilities(drafting, checkpoints, expected, tmp_path):
+def test_sequences_have_the_targets_probabilities(drafting, prompts, checkpoints, expected, tmp_path):
     copies = "copy ahead" in drafting
     # Without this patch texts of eight tokens would have too few matches.
     eager = ["eager_copies"] if copies else []
     outcomes = Outcomes(tmp_path / "outcomes") if copies else None
-    found = p_value(sample(checkpoints, drafting, PROMPTS, *eager, prepare=outcomes), expected)
+    found = p_value(sample(checkpoints, drafting, prompts, *eager, prepare=outcomes), expected)
     assert found > FALSE_ALARM, f"not the target's distribution, p = {found:.2g}"
     if copies:
         kept = json.loads(outcomes.path.read_text())["accepted_tokens"]
@@ -130,10 +132,7 @@ def test_sequences_have_the_targets_probabilities(drafting, checkpoints, expecte
 
 
 def test_misdeclared_draft_probabilities_are_noticed(checkpoints, expected):
-    """Negative control: drafted tokens come from another distribution than declared.
-
-    One prompt is enough to notice.
-    """
-    counted = sample(checkpoints, "probabilistic", PROMPTS[:1], "misdeclared_draft")
+    """Negative control: drafted tokens come from another distribution than declared."""
+    counted = sample(checkpoints, "probabilistic", ONE_PROMPT, "misdeclared_draft")
     found = p_value(counted, expected)
     assert found < FALSE_ALARM, f"a draft that lies about its probabilities passes, p = {found:.2g}"

@@ -8,7 +8,7 @@ answers of the model alone must nowhere rest on a near tie.
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from support.real_model import (
     TARGET,
     TIE,
     Answers,
+    converse,
     post,
     post_with_margins,
     served_alone,
@@ -32,6 +33,7 @@ from support.real_requests import (
     ECHOED,
     EDITS,
     ENDS,
+    LONG,
     POSTED,
     SCHEMA,
     STOP_TOKENS,
@@ -39,6 +41,7 @@ from support.real_requests import (
     SYMBOLS,
     TOOL_CALLS,
     TOOLS,
+    TURNS,
 )
 
 pytestmark = pytest.mark.server
@@ -51,10 +54,20 @@ def plain() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ours() -> Iterator[Answers]:
+def ours(request) -> Iterator[Answers]:
+    """Our answers; with `-m long` to all requests."""
+    jobs = jobs_of() | {f"streamed: {name}": stream_chat(asked) for name, asked in STREAMED.items()}
+    jobs |= {"drawn": post(DRAWN_CHOICES)}
+    if request.config.option.markexpr != "long":
+        jobs = {name: job for name, job in jobs.items() if name not in LONG}
+        jobs |= {"conversation": converse(TURNS[:15], post)}
     with served_with_draft() as server:
-        streamed = {f"streamed: {name}": stream_chat(request) for name, request in STREAMED.items()}
-        yield Answers(server, jobs_of() | streamed | {"drawn": post(DRAWN_CHOICES)})
+        yield Answers(server, jobs)
+
+
+def marked(names: Iterable[str]) -> list:
+    """Return a parameter for each name; those of LONG run with `-m long`."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in names]
 
 
 def calls(message: dict) -> list[tuple[str, str]]:
@@ -121,12 +134,12 @@ def test_no_answer_rests_on_a_near_tie(plain):
     assert not {name: gap for name, gap in gaps.items() if gap < TIE}
 
 
-@pytest.mark.parametrize("name", POSTED)
+@pytest.mark.parametrize("name", marked(POSTED))
 def test_an_answer_is_the_targets(name, plain, ours):
     assert_same(ours[name], plain[name])
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", marked(STREAMED))
 def test_chunks_join_to_the_answer(name, plain, ours):
     want, [[content, tool_calls, finish_reason, matched_stop]] = plain[name], facts(plain[name])
     *chunks, last = ours[f"streamed: {name}"]
@@ -157,7 +170,7 @@ def test_grammars_are_kept(ours):
         assert re.fullmatch(pattern, text), f"{text!r} does not match {pattern!r}"
 
 
-@pytest.mark.parametrize("name", TOOL_CALLS)
+@pytest.mark.parametrize("name", marked(TOOL_CALLS))
 def test_tool_calls_are_valid(name, ours):
     [choice] = ours[name]["choices"]
     [(called, arguments)] = calls(choice["message"])
@@ -170,6 +183,8 @@ def test_tool_calls_are_valid(name, ours):
 
 def test_answers_end_where_they_must(plain, ours):
     for name, request in ENDS.items():
+        if name not in ours:
+            continue
         [choice] = ours[name]["choices"]
         text, stop = choice["message"]["content"], choice["matched_stop"]
         if "stop" in request:
@@ -184,14 +199,15 @@ def test_answers_end_where_they_must(plain, ours):
         assert choice["message"]["content"] == ECHOED[: ECHOED.index(text)], text
     [past] = ours["past the end of turn"]["choices"]
     assert past["message"]["content"].startswith(ECHOED + "<|im_end|>") and past["finish_reason"] == "length"
-    ended = [*ENDS, *(f"stop token {text!r}" for text in STOP_TOKENS)]
+    ended = [*filter(ours.__contains__, ENDS), *(f"stop token {text!r}" for text in STOP_TOKENS)]
     inside = [name for name in ended if ends_inside_a_block(ours[name]["choices"][0])]
     assert len(inside) > 1, f"hardly an answer ended in the middle of a block: {inside}"
 
 
-def test_thirty_turns_of_a_conversation(plain, ours):
-    answers = list(zip(ours["conversation"], plain["conversation"], strict=True))
-    assert len(answers) == 30
+@pytest.mark.parametrize("turns", [15, pytest.param(30, marks=pytest.mark.long)])
+def test_a_conversation(turns, plain, ours):
+    answers = list(zip(ours["conversation"], plain["conversation"][:turns], strict=True))
+    assert len(answers) == turns
     known = 0
     for turn, (got, want) in enumerate(answers):
         assert_same(got, want)
@@ -200,7 +216,7 @@ def test_thirty_turns_of_a_conversation(plain, ours):
         assert cached >= known, f"turn {turn}: {cached} cached, but {known} tokens have been computed"
         # The last token was never an input.
         known = usage["prompt_tokens"] + usage["completion_tokens"] - 1
-    assert known > 700
+    assert known > 23 * turns
     # Each answer begins like the last, whose text came from the cache.
     later = [answer for answer, _ in answers[10:]]
     kept, written = sum(map(num_kept, later)), sum(answer["usage"]["completion_tokens"] for answer in later)

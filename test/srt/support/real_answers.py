@@ -24,7 +24,7 @@ USAGE_FIELDS = ("prompt_tokens", "completion_tokens", "total_tokens")
 def jobs_of(ask: Callable[[dict], Job] = post) -> dict[str, Job]:
     """Return the jobs whose answers are stored; the longest ones first."""
     jobs = {name: ask(request) for name, request in (POSTED | requests_for_stop_tokens()).items()}
-    return {"conversation": converse("You answer in a few words.", TURNS, ask), **jobs}
+    return {"conversation": converse(TURNS, ask), **jobs}
 
 
 def stored_answers() -> dict[str, Any]:

@@ -6,7 +6,7 @@ servers in one go, a few at a time. So features meet in one batch, and a step se
 
 import concurrent.futures
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,11 @@ def stream_chat(request: dict) -> Job:
     return lambda server: list(stream(server, body, CHAT))
 
 
-def converse(system: str, turns: list[str], ask: Callable[[dict], Job]) -> Job:
+def converse(turns: Sequence[str], ask: Callable[[dict], Job]) -> Job:
     """Return a job that lists the answers of one conversation; `ask` is `post` or `post_with_margins`."""
 
     def run(server: Server) -> list[dict]:
-        messages = [{"role": "system", "content": system}]
+        messages = [{"role": "system", "content": "You answer in a few words."}]
         answers = []
         for turn in turns:
             messages.append({"role": "user", "content": turn})

@@ -146,6 +146,12 @@ POSTED = {
     "log probabilities": WITH_LOGPROBS,
     "choices": GREEDY_CHOICES,
 }
+# Of a kind that has another one in every run.
+LONG = {
+    *("Japanese", "named", "a limit", "in mid-block"),
+    *(f"stop string {stop!r}, cut" for stop in ("T", "umps o", "dog. Pack my")),
+    f"stop string {' box with five dozen liquor'!r}, kept",
+}
 # One of each kind; characters and stops that lie across tokens are where chunks may go wrong.
 STREAMED = {name: CHATS[name] for name in ("emojis, cut in the middle of one", "emojis and accents")}
 STREAMED |= {"a JSON schema": GRAMMARS["a JSON schema"], "required": TOOL_CALLS["required"]}
