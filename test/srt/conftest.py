@@ -20,25 +20,28 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # without a network, each name that is no fo
 from support.core_files import CORE  # noqa: E402
 from support.servers import PLAIN_FLOAT32, Reference, Servers, plain_target  # noqa: E402
 
-# Files that take a minute or more, longest first: the workers of `make test` start them in this order.
+# The longest files, longest first: the workers of `make test` start them in this order.
 LONGEST = (
-    "test_target_families.py",
+    "test_rehearsal.py",
     "test_lossless_hybrid.py",
     "test_lossless.py",
-    "test_rehearsal.py",
-    "test_sampled_sequences.py",
-    "test_dflash.py",
+    "test_target_families.py",
     "test_real_model.py",
-    "test_grammars.py",
     "test_stock_sglang.py",
+    "test_documented_commands.py",
+    "test_grammars.py",
+    "test_sampled_sequences.py",
     "test_sampled_requests.py",
-    "test_penalized_answers.py",
-    "test_limits.py",
+    "test_dflash.py",
+    "test_published_formats.py",
+    "test_kernel_comparisons.py",
 )
 
 
-# Property tests also run with `-m long`, on ten times the examples, and on a bare GPU on few.
+# Property tests also run with `-m long`, on ten times the examples, in Triton's interpreter on some, and on a
+# bare GPU on few.
 settings.register_profile("short", max_examples=50, deadline=None)
+settings.register_profile("some", max_examples=15, deadline=None)
 settings.register_profile("few", max_examples=5, deadline=None)
 settings.register_profile("long", max_examples=500, deadline=None)
 

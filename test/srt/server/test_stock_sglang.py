@@ -14,6 +14,8 @@ from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsPro
 from support.parity import assert_same
 from support.servers import COUNTED, FLOAT32, run_to_end
 
+from sglang_dflash.srt.hardware_backend.cpu import runtime
+
 LOOK = """
 import json
 import sys
@@ -177,7 +179,10 @@ def test_sglang_serve_runs_our_worker(reference, servers):
         answers = server.generate_many(requests, 4)
         assert_same(requests, answers, reference.answers(requests))
         assert all(answer["meta_info"]["spec_verify_ct"] > 0 for answer in answers)
-        assert "sglang-dflash DFlashWorker" in server.log()
+        log = server.log()
+        assert "sglang-dflash DFlashWorker" in log
+        if runtime.needs_stand_in():  # spawned children run on it, and keep quiet
+            assert log.count("no CUDA driver on this machine") == 1
         first = answers[0]["output_ids"][0]
         sampling = requests[0]["sampling_params"] | {"custom_params": {"token_ids": [first]}}
         processor = DisallowedTokensLogitsProcessor.to_str()

@@ -10,7 +10,7 @@ FILES = [path for path in sorted(FOLDER.rglob("test_*.py")) if "@against_twin" i
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter's process")
-@pytest.mark.parametrize("profile", ["short", pytest.param("long", marks=pytest.mark.long)])
+@pytest.mark.parametrize("profile", ["some", pytest.param("long", marks=pytest.mark.long)])
 def test_kernels_in_the_interpreter(profile, request):
     assert len(FILES) >= 6
     files, options = FILES, [f"--hypothesis-profile={profile}"]

@@ -4,14 +4,11 @@ Block logits, and walks step by step, against reference_dflash2.py. float32 agai
 in test_draft_model.py.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from serving import DFLASH2_DRAFT, ROOT
 from support.dflash2_cases import VARIANTS, DFlash2Case
+from support.servers import run_to_end
 
 from sglang_dflash.kernels.ops.speculative.selector_walk import Candidates, DrawInputs
 
@@ -119,13 +116,13 @@ def test_sglangs_own_model_says_the_same(tmp_path):
         )
     torch.save(given, tmp_path / "given.pt")
     script = ROOT / "test" / "srt" / "support" / "stock_dflash2.py"
-    paths = os.pathsep.join(
-        [str(script.parents[1]), str(ROOT / "benchmark"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(script.parents[1]), str(ROOT / "benchmark")]
+    program = (
+        f"import runpy, sys; sys.path[:0] = {paths}; runpy.run_path({str(script)!r}, run_name='__main__')"
     )
-    environment = {**os.environ, "PYTHONPATH": paths, "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, str(script), str(tmp_path / "given.pt"), str(tmp_path / "said.pt")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    files = tmp_path / "given.pt", tmp_path / "said.pt"
+    done = run_to_end("-c", program, *files, environment={"TORCHDYNAMO_DISABLE": "1"})
+    assert done.code == 0, done.output
     said = torch.load(tmp_path / "said.pt")
     for (case, draw), ours, asked, theirs in zip(cases, outputs, given, said, strict=True):
         tokens, found = asked["tokens"], ours.candidates(3)
