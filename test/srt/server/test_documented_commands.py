@@ -156,16 +156,6 @@ def answer(command: Command, url: str) -> str:
 
 
 @pytest.mark.server
-def test_requests_are_answered(servers):
-    """The README's question has no limit: the bundled target answers up to the end of the context."""
-    server = servers.get(*FLOAT32, *dflash_arguments(), "--enable-metrics", "--context-length", "256")
-    for command in REQUESTS:
-        assert answer(command, server.url).strip(), command
-    [client] = [text for page in PAGES for kind, text in blocks(page) if kind == "python" and URL in text]
-    assert run(sys.executable, "-c", client.replace(URL, server.url)).strip()
-
-
-@pytest.mark.server
 @pytest.mark.skipif(not HAS_SMOLLM2, reason="SmolLM2-135M-Instruct or its draft is not there: make model")
 def test_the_first_answer(servers):
     """`make serve` answers the README's request as the README says, by DFLASH."""
@@ -182,7 +172,19 @@ def test_the_first_answer(servers):
     assert last <= 40, "".join(shown)
 
 
-PAIR = (*dflash_arguments(), "--enable-metrics")
+PAIR = (*dflash_arguments(), "--enable-metrics", "--context-length", "256")
+
+
+@pytest.mark.server
+def test_requests_are_answered(servers):
+    """The README's question has no limit: the bundled target answers up to the end of the context."""
+    server = servers.get(*FLOAT32, *PAIR)
+    for command in REQUESTS:
+        assert answer(command, server.url).strip(), command
+    [client] = [text for page in PAGES for kind, text in blocks(page) if kind == "python" and URL in text]
+    assert run(sys.executable, "-c", client.replace(URL, server.url)).strip()
+
+
 # example -> (server, what it prints). offline_engine.py starts an engine itself: test_stock_sglang.py.
 RUNS = {
     "openai_stream.py": (PAIR, [r"^\d+ tokens in \d+ chunks$"]),
@@ -199,8 +201,14 @@ RUNS = {
 }
 
 
+# SGLang's load generator imports all of SGLang anew. Another checkpoint is served by itself in every run.
+LONG_RUNS = ("bench_serving.sh", "peagle_checkpoint.py")
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG_RUNS)) for name in RUNS]
+)
 def test_an_example_runs(name, servers, tmp_path):
     arguments, patterns = RUNS[name]
     server = servers.get(*FLOAT32, *arguments)
