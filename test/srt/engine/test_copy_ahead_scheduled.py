@@ -66,7 +66,13 @@ def test_texts_are_known_and_the_output_is_the_targets(tmp_path):
     assert_targets(sum(jobs, []), sum(groups, []))
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["matches known", "matches known late"])
+@pytest.mark.parametrize(
+    "late",
+    [
+        pytest.param(False, marks=pytest.mark.long, id="matches known"),
+        pytest.param(True, id="matches known late"),
+    ],
+)
 def test_adaptive_width_copies_beside_a_useless_draft(late, tmp_path):
     """Repeated text, greedy and sampled requests in one batch, then one alone."""
     draft = always_wrong(tmp_path / "wrong")

@@ -239,7 +239,7 @@ def pair_alone() -> list[Answer]:
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("block", [pytest.param(8, marks=pytest.mark.long), 32])
 def test_an_answer_ends_where_the_pool_does(block, pair_alone):
     """One user's pool is smaller than the context. Two requests together are retracted, and end there too."""
     groups = [[PAIR[0]], [PAIR[1]], PAIR]
@@ -262,7 +262,9 @@ def test_a_prompt_longer_than_the_pool_is_refused():
     ("algorithm", "draft", "block", "page", "flags"),
     [
         ("DFLASH", DRAFT, 16, 1, ["--chunked-prefill-size", "12"]),
-        ("PEAGLE", PEAGLE_DRAFT, 8, 16, ["--disable-radix-cache", WHOLE]),
+        pytest.param(
+            *("PEAGLE", PEAGLE_DRAFT, 8, 16, ["--disable-radix-cache", WHOLE]), marks=pytest.mark.long
+        ),
     ],
     ids=["chunks", "pages"],
 )

@@ -73,7 +73,10 @@ CONFIGURATIONS = (
     # Without overlap scheduling SGLang keeps one state per request, and caches it when the request finishes.
     Configuration("no-overlap", (*POOL, "--disable-overlap-schedule")),
     Configuration(
-        "block-16", (*POOL, *GRID, "--speculative-num-draft-tokens", "16"), accept_length=(3.5, 16.0)
+        "block-16",
+        (*POOL, *GRID, "--speculative-num-draft-tokens", "16"),
+        accept_length=(3.5, 16.0),
+        is_long=True,
     ),
     Configuration(
         "page-16-chunked",
@@ -259,8 +262,8 @@ def test_sampled_tokens_have_the_targets_probabilities(method, draft, target, kn
 @pytest.mark.parametrize(
     ("folder", "reference", "count"),
     [
-        pytest.param(DRAFT, ReferenceDFlash, 10, id="dflash"),
-        pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 10, id="dflash2"),
+        pytest.param(DRAFT, ReferenceDFlash, 4, id="dflash"),
+        pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 4, id="dflash2"),
         pytest.param(PEAGLE_DRAFT, ReferencePEagle, 3, id="peagle"),
         pytest.param(DRAFT, ReferenceDFlash, 100, id="dflash-100", marks=pytest.mark.long),
         pytest.param(DFLASH2_DRAFT, ReferenceDFlash2, 100, id="dflash2-100", marks=pytest.mark.long),
@@ -326,7 +329,7 @@ def test_replay_commits_the_same_states(target, known):
 
 def test_starts_without_a_flag(known):
     """Serve in bf16, as shipped, with and without a draft, twice each."""
-    jobs = [Job(k.prompt, min(24, len(k.answer)), step=number) for number, k in enumerate(known[:8])]
+    jobs = [Job(k.prompt, min(24, len(k.answer)), step=number) for number, k in enumerate(known[:4])]
     for arguments in ([], dflash_arguments(DRAFT)):
         cold, warm = run(["--model-path", TARGET, *arguments], [jobs, jobs])
         assert [len(a.output_ids) for a in cold] == [job.max_new_tokens for job in jobs]

@@ -43,6 +43,7 @@ class Configuration:
         page: Tokens of a page.
         chunk: Tokens of a prefill chunk, or None for SGLang's default.
         others: Other flags.
+        is_long: Not in every run of the tests.
     """
 
     target: Path
@@ -51,11 +52,12 @@ class Configuration:
     page: int
     chunk: int | None = None
     others: tuple[str, ...] = ()
+    is_long: bool = False
 
     def case(self):
         chunk = [f"chunk-{self.chunk}"] * (self.chunk is not None)
         name = "-".join((self.draft.name, str(self.block), f"page-{self.page}", *chunk))
-        return pytest.param(self, id=name)
+        return pytest.param(self, id=name, marks=[pytest.mark.long] * self.is_long)
 
     def arguments(self) -> list[object]:
         """Return the server's flags."""
@@ -70,13 +72,13 @@ class Configuration:
 
 CONFIGURATIONS = (
     Configuration(TARGET, DRAFT, 16, 64, 64),
-    Configuration(TARGET, DRAFT, 16, 256),
-    Configuration(TARGET, DRAFT, 8, 4, 4),
+    Configuration(TARGET, DRAFT, 16, 256, is_long=True),
+    Configuration(TARGET, DRAFT, 8, 4, 4, is_long=True),
     Configuration(TARGET, DRAFT, 16, 1, 4, ("--enable-mixed-chunk",)),
     Configuration(TARGET, PEAGLE_DRAFT, 8, 64, 64),
-    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 16, 64, 64),
+    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 16, 64, 64, is_long=True),
     Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 256, 256),
-    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 1, 4),
+    Configuration(HYBRID_TARGET, HYBRID_DRAFT, 8, 1, 4, is_long=True),
 )
 
 

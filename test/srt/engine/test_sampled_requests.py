@@ -89,7 +89,11 @@ def prompts() -> list[tuple[int, ...]]:
 Answers = list[tuple[Job, Answer]]
 
 
-@pytest.fixture(scope="module", params=DRAFTING)
+# test_sampled_sequences.py has drawn drafts in every run.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.long] * (name != "greedy")) for name in DRAFTING],
+)
 def answers(request, prompts) -> dict[str, Answers]:
     """Jobs with their answers: a group for each case, one for log probabilities and one for masks.
 

@@ -84,7 +84,25 @@ def assert_captures(target: Target, ids: list[int], captured: dict[int, torch.Te
             assert distance(found[:, column], expected[other]) > 0.3
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+# One of each kind of layer, position and cache; the others run with `-m long`.
+IN_EVERY_RUN = (
+    "qwen2",
+    "glm4-moe",
+    "gpt-oss",
+    "gemma4",
+    "qwen3-vl",
+    "qwen3.5",
+    "qwen3-next",
+    "lfm2",
+    "llama",
+)
+IN_EVERY_RUN += ("deepseek-v3",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in IN_EVERY_RUN)) for name in FAMILIES],
+)
 def test_a_family(name, draft, tmp_path):
     target = write_target(name, tmp_path / name)
     expected = [target.answer(prompt, ANSWER) for prompt in prompts()]
