@@ -341,10 +341,13 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
         where = f"with --page-size {args.page_size}"
     elif not mixed_batches_cache_states():
         where = "on this SGLang"
+    elif args.disable_overlap_schedule and "extra_buffer" not in args.mamba_radix_cache_strategy:
+        # A request that ends in a mixed batch is filed one token short of its state.
+        where = "with --disable-overlap-schedule"
     if args.enable_mixed_chunk and where:
         logger.warning(
             "DFLASH turns --enable-mixed-chunk off: %s it spoils the prefix cache of a target with recurrent "
-            "states, even without a draft (--disable-radix-cache keeps it).",
+            "states (--disable-radix-cache keeps it).",
             where,
         )
         adjusted["enable_mixed_chunk"] = False

@@ -59,6 +59,7 @@ def test_a_free_slot_is_given_at_once_unless_a_user_wants_it_otherwise(given, se
 
 
 NO_CACHE = {"enable_mixed_chunk": True, "disable_radix_cache": True}
+NO_OVERLAP = {"enable_mixed_chunk": True, "page_size": 1, "disable_overlap_schedule": True}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,18 @@ NO_CACHE = {"enable_mixed_chunk": True, "disable_radix_cache": True}
             {"enable_mixed_chunk": True, "page_size": 1},
             "enable_mixed_chunk",
             *((False, "on this SGLang") if IS_0_5_22 else (True, None)),
+        ),
+        (
+            NO_OVERLAP,
+            "enable_mixed_chunk",
+            False,
+            "on this SGLang" if IS_0_5_22 else "off: with --disable-overlap-schedule",
+        ),
+        (
+            NO_OVERLAP | {"mamba_radix_cache_strategy": "extra_buffer"},
+            "enable_mixed_chunk",
+            not IS_0_5_22,
+            None,
         ),
         (NO_CACHE | {"page_size": 16}, "enable_mixed_chunk", False, "--disable-radix-cache"),
         (NO_CACHE | {"page_size": 1}, "enable_mixed_chunk", True, None),
