@@ -4,8 +4,10 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 
 import bench
+import check
 import prompt_sets
 import pytest
 import report
@@ -14,7 +16,7 @@ from acceptance import Acceptance, shortfall
 from bench import Load
 from prompt_sets import CHAT_SETS
 from safetensors.torch import load_file
-from serving import DRAFT, ROOT
+from serving import DRAFT, ROOT, answer_many
 
 
 def test_a_shared_run_of_words_is_found():
@@ -110,6 +112,21 @@ def test_answers_of_unlike_length_arrive_when_they_are_due(monkeypatch, tmp_path
     assert first[3] != second[3]
     page = (tmp_path / "x.md").read_text()
     assert "| own | 0 | 16 | 1.50 | 1.50 |" in page and "4 a second" in page
+    assert run(monkeypatch, tmp_path, *flags) == 0
+    assert not FakeServer.sent[-1][3] and "due" not in (tmp_path / "x.md").read_text()
+
+
+def test_no_request_begins_before_it_is_due():
+    begun = []
+
+    def answer(request: dict) -> dict:
+        begun.append((request["n"], time.perf_counter()))
+        return {}
+
+    start = time.perf_counter()
+    answers = answer_many(answer, [{"n": n} for n in range(3)], 2, due=[0, 0.05, 0.1])
+    assert [n for n, _ in begun] == [0, 1, 2] and begun[2][1] - start >= 0.1
+    assert all(0 <= found["seconds"] for found in answers)
 
 
 def test_check_counts_and_fails_on_a_difference(monkeypatch, tmp_path, capsys):
@@ -138,8 +155,33 @@ def test_a_ratio_is_of_the_same_round():
     """The machine is twice as slow in the second round, which no ratio may show."""
     seconds = {"no speculation": (10, 20, 10), "adaptive": (5, 8)}  # the third round has no partner
     loads = [load(name, each, n) for name, rounds in seconds.items() for n, each in enumerate(rounds)]
+    loads.append(load("no speculation", 10, 0, concurrency=16))
     assert report.ratios(loads, ("chat", 0.0, 4), "adaptive", "no speculation") == [2.0, 2.5]
     assert "| chat | 0 | 4 | 10 | 16 (2.25x ±0.25) |" in report.table(loads)
+    assert "| chat | 0 | 16 | 10 | – |" in report.table(loads)
+
+
+def test_gains_are_over_our_layers_and_over_the_fastest_peer():
+    """The fastest by its median, though another wins the first round."""
+    ours = "no speculation, our layers"
+    seconds = {"no speculation": (4, 10), ours: (5, 8), "adaptive": (2.5, 2), "llama.cpp": (5, 5)}
+    loads = [load(name, by_round[n], n) for n in (0, 1) for name, by_round in seconds.items()]
+    assert report.ratio_table(loads).splitlines()[2:] == [
+        "| chat | 0 | 4 | adaptive | 3.00x ±1.00 | 2.25x ±0.25 | llama.cpp |"
+    ]
+
+
+def test_acceptance_is_of_all_blocks_and_per_position_of_whole_ones():
+    loads = [
+        load("whole blocks", 1, 0, accepted=[2, 1, 0, 1], accepted_stopped=[1, 0, 1]),
+        load("whole blocks", 1, 1, accepted=[0, 1, 1, 2], concurrency=16),
+        load("adaptive", 1, 0, accepted=[1, 1]),
+        load("no speculation", 1, 0),
+    ]
+    assert report.acceptance_table(loads).splitlines()[2:] == [
+        "| chat | 0 | whole blocks | 8 | 2.62 | 2.00 | 0.75 | 0.50 | 0.38 |",
+        "| chat | 0 | adaptive | 4 | 1.50 | – | – | – | – |",
+    ]
 
 
 def reference(ids, gaps=(), text="x", reason="stop") -> dict:
@@ -166,6 +208,12 @@ WANTED = reference([1, 2, 3, 4], [1.0, 1.0, 1e-6, 1.0])
 def test_nothing_is_compared_from_the_first_tie_on(answer, is_different):
     """Equal tokens need the same text and finish reason."""
     assert bool(ties.differences([{}], [answer], [WANTED])) == is_different
+
+
+def test_rounding_is_the_largest_change_before_a_different_token():
+    one, other = reference([1, 2, 3], [1.0, 0.5, 0.1]), reference([1, 2, 4], [1.25, 0.5, 9.0])
+    assert ties.rounding([one], [other]) == pytest.approx(0.25)
+    assert check.tie_margin(0.25) == 1.0 and check.tie_margin(0.0) == ties.FLOAT32_TIE
 
 
 def test_an_accept_length_and_its_floor():

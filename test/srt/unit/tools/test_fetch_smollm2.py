@@ -70,9 +70,10 @@ def test_the_model_appears_whole_or_not_at_all(index, model, capsys, monkeypatch
     [
         (False, ["dflash2"], [], ["models/tiny-qwen3-code", "models/tiny-qwen3-code-dflash"]),
         (True, ["dflash", "dflash2"], [], ["MODEL", "MODEL-dflash2"]),
+        (True, ["dflash"], [], ["MODEL", "MODEL-dflash"]),
         (False, ["dflash2"], ["TARGET=a", "DRAFT=b"], ["a", "b"]),
     ],
-    ids=["no model", "fetched", "given"],
+    ids=["no model", "fetched", "one draft", "given"],
 )
 def test_serve_takes_the_best_pair_that_is_there(fetches, kinds, settings, served, model, tmp_path):
     for kind in kinds:

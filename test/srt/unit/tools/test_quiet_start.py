@@ -47,6 +47,11 @@ def test_a_start_on_a_cpu_has_what_concerns_its_user_and_errors():
     assert rest == START[READY:] and not left_out, "a server that is ready shows everything"
 
 
+def test_elsewhere_nothing_is_left_out():
+    shown, _ = lines_of(START[1:])
+    assert [line for line in shown if line in START] == START[1:]
+
+
 def run(program: str) -> subprocess.Popen:
     script = Path(quiet_start.__file__)
     return subprocess.Popen(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.rehearsal.graphs import GraphBackend, StaleRead, is_in_pool
+from support.rehearsal.graphs import CaptureError, GraphBackend, StaleRead, is_in_pool, kernel
 
 
 class OneGraph(GraphBackend):
@@ -19,6 +19,15 @@ class OneGraph(GraphBackend):
 def graph(monkeypatch) -> OneGraph:
     monkeypatch.setattr("support.rehearsal.report.note", lambda *_, **__: None)
     return OneGraph()
+
+
+def test_a_kernel_is_one_operation(graph):
+    """A kernel's body may read values, because it runs anew at each replay."""
+    static = torch.tensor([2])
+    repeat = kernel("repeat", lambda n: torch.full((4,), n.item()))
+    graph.capture_one("shape", lambda: repeat(static) + 1)
+    static.fill_(5)
+    assert graph.replay("shape", None).tolist() == [6, 6, 6, 6]
 
 
 def test_memory_that_nobody_keeps_is_not_read(graph):
@@ -40,3 +49,12 @@ def test_a_replay_overwrites_what_other_graphs_have_left(graph):
     assert is_in_pool(left) and not is_in_pool(static)
     graph.replay(1, None)
     assert left.isnan().all() and copied.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "read", [torch.Tensor.item, lambda t: bool(t), lambda t: t.nonzero(), lambda t: t[t > 0]]
+)
+def test_a_host_read_cannot_be_captured(read, graph):
+    static = torch.ones(1)
+    with pytest.raises(CaptureError, match="not permitted"):
+        graph.capture_one("shape", lambda: read(static))

@@ -77,12 +77,19 @@ def test_uv_is_told_what_pip_is_configured_with(pip_settings, monkeypatch):
 # Words of uv 0.13 and pip 23 to 26, and of the line that a user reads.
 MESSAGES = {
     "cause: tcp connect error\n  cause: Connection refused (os error 111)": "no connection",
+    "cause: client error (Connect)\n  cause: dns error\n  cause: error resolving DNS": "no connection",
     "connection broken by 'NewConnectionError(...)'\nERROR: No matching distribution": "no connection",
     "cause: failed to copy file to /x: No space left on device (os error 28)": "no space left",
+    "ERROR: Could not install packages: [Errno 28] No space left on device": "no space left",
     "urllib3.exceptions.IncompleteRead: IncompleteRead(5 bytes read, 95 more expected)": "broke off",
+    "hint: The structure of `six` (v1.17.0) was invalid:\n  Failed to read from zip file": "broke off",
+    "error: Request failed\n  cause: error decoding response body": "broke off",
     "error: Failed to build `x==1`\n  cause: The build backend returned an error\n"
     "socket.gaierror: Name or service not known": "cannot be built",
+    "ERROR: Failed to build installable wheels for some pyproject.toml based projects": "cannot be built",
     "error: No solution found when resolving dependencies": "index lacks something",
+    "ERROR: No matching distribution found for cuda-tile==1.7.0": "index lacks something",
+    "error: something else": "error: something else",
     "": "no message",
 }
 
@@ -156,6 +163,27 @@ def test_what_is_there_is_not_installed_again(venv, installed, monkeypatch):
     assert len(installed) == 2
 
 
+def test_lines_say_how_long_and_how_many_megabytes():
+    progress = set_up.Progress()
+    progress.end()
+    for line in (
+        "Resolved 209 packages in 1.37s\n",
+        "Downloading torch (183.0MiB)\n",
+        "Downloading tiny (500.0KiB)\n",
+        " Downloaded tiny\n",
+    ):
+        progress.read(line)
+    seconds, resolved, megabytes = progress.line().strip().split(", ")
+    assert seconds.endswith(" s") and resolved == "Resolved 209 packages in 1.37s"
+    assert megabytes == "0 of 184 MB of large packages downloaded"
+
+
+def test_an_installation_that_runs_is_logged(tmp_path):
+    command = [sys.executable, "-c", "print('Resolved 2 packages in 1s'); raise SystemExit('no space')"]
+    status, output = set_up.run(command, tmp_path / "log", dict(os.environ))
+    assert status == 1 and output == (tmp_path / "log").read_text() == "Resolved 2 packages in 1s\nno space\n"
+
+
 def test_an_old_python_is_told_so(monkeypatch, capsys):
     """The file must be read by it first."""
     ast.parse(SCRIPT.read_text(), feature_version=(3, 8))
@@ -181,14 +209,16 @@ def made(goal: str, tmp_path: Path, *ready: str) -> list[str]:
     return [line for line in log.read_text().splitlines() if "set_up.py" in line]
 
 
-@pytest.mark.parametrize(
-    "goal, ready, wanted",
-    [
-        ("test", [], "--model {} --extras test"),
-        ("serve", [], "--model {}"),
-        ("test-core", [".ready"], "--extras test"),
-    ],
-)
-def test_a_goal_is_set_up_in_one_run(goal, ready, wanted, tmp_path):
-    [line] = made(goal, tmp_path, *ready)
-    assert line.partition("--override ")[2].strip() == wanted.format(tmp_path)
+def test_a_fresh_checkout_is_set_up_in_one_run(tmp_path):
+    [line] = made("test", tmp_path)
+    assert line.endswith(f"--model {tmp_path} --extras test")
+
+
+def test_serving_needs_no_tests(tmp_path):
+    [line] = made("serve", tmp_path)
+    assert "--extras" not in line
+
+
+def test_tests_add_to_what_serves(tmp_path):
+    [line] = made("test-core", tmp_path, ".ready")
+    assert line.endswith("--extras test") and "--model" not in line

@@ -1,22 +1,63 @@
 """`python tools/sglang_diff`: our patches compared with an SGLang that is not imported."""
 
+import ast
 import functools
+import importlib.util
+import json
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from serving import ROOT
 from sglang_diff import __main__ as command
 from sglang_diff import compare, source_tree
-from sglang_diff.source_tree import SourceTree
+from sglang_diff.source_tree import NotSGLang, SourceTree, fingerprint
 
+UTILS = "sglang/srt/speculative/dflash_utils.py"
 CHECK = "sglang.srt.managers.scheduler.validate_dflash_request"
-parse = functools.cache(source_tree.parse_module)
 
 
-@pytest.fixture(autouse=True)
-def parsed_once(monkeypatch):
-    """Parse a text once for all tests: what they compare differs in one file."""
-    monkeypatch.setattr(source_tree, "parse_module", parse)
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once():
+    """Parse a text once for all tests: the copies differ in one file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source_tree, "parse_module", functools.cache(source_tree.parse_module))
+        yield
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, str]:
+    """Texts of all files of the installed SGLang that matter, by path."""
+    tree = SourceTree.installed()
+    compare.compare(tree, compare.baseline_for(tree.version))
+    folder = Path(importlib.util.find_spec("sglang").origin).parents[1]
+    # A module that only passes a name on is looked for too.
+    packages = {parent for file in tree.files for parent in Path(file).parents if parent.name}
+    inits = {str(package / "__init__.py") for package in packages}
+    found = {file: folder / file for file in tree.files | inits}
+    return {file: path.read_text() for file, path in found.items() if path.is_file()}
+
+
+@pytest.fixture
+def copy(files, tmp_path):
+    """Return a function that writes a copy of SGLang with edits, and returns its folder."""
+
+    def write(*edits: tuple[str, str, str], version: str | None = None) -> Path:
+        folder = tmp_path / "site-packages"
+        shutil.rmtree(folder, ignore_errors=True)
+        texts = dict(files)
+        for file, old, new in edits:
+            assert old in texts[file], f"{file} has no {old!r}: choose another edit"
+            texts[file] = texts[file].replace(old, new, 1)
+        for file, text in texts.items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(text)
+        version = version or SourceTree.installed().version
+        (folder / f"sglang-{version}.dist-info").mkdir()
+        return folder
+
+    return write
 
 
 def run(*arguments: object) -> int:
@@ -35,35 +76,60 @@ def test_the_installed_sglang_is_as_recorded(capsys):
     assert not told(output) and "Nothing required is gone." in output
 
 
-HEAD = b"def validate_dflash_request("
-# text, edited text, words of the one row that is told, exit status
+GRAPHS = "sglang/srt/model_executor/runner/decode_cuda_graph_runner.py"
+RESULT = "sglang/srt/managers/utils.py"
+HEAD = "def validate_dflash_request("
+CONDITION = "if enable_overlap and req.return_hidden_states:"
 PLANTED = {
-    "a body": (
-        b"if enable_overlap and req.return_hidden_states:",
-        b"if req.return_hidden_states:",
-        "sglang/srt/speculative/dflash_utils.py:",
-        0,
-    ),
-    "a target renamed": (HEAD, b"def check_request(", "gone", 1),
-    "an argument added": (HEAD, HEAD + b"rank, ", "rank", 1),
-    "a method of the ledger renamed": (
-        b"def _stage_ragged_verify_layout(",
-        b"def _stage_layout(",
-        "_stage_ragged_verify_layout` | gone: cycle/ragged_graphs.py has to override it",
-        0,
-    ),
+    "a body": ((UTILS, CONDITION, "if req.return_hidden_states:"), "changed", 0),
+    "a target renamed": ((UTILS, HEAD, "def check_request("), "gone", 1),
+    "an argument added": ((UTILS, HEAD, f"{HEAD}rank, "), "rank", 1),
 }
 
 
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_change_is_named(planted, monkeypatch, capsys):
-    old, new, words, status = PLANTED[planted]
-    monkeypatch.setattr(source_tree, "parse_module", lambda content: parse(content.replace(old, new)))
-    assert run() == status
+def test_a_planted_change_is_named(planted, copy, capsys):
+    edit, word, status = PLANTED[planted]
+    folder = copy(edit)
+    assert not compare.is_as_recorded(SourceTree.open(folder))
+    assert run("--against", folder) == status
     output = capsys.readouterr().out
     [line] = told(output)
-    assert words in line
+    assert CHECK in line and word in line
     assert (f"Required and gone: {CHECK}" in output) == (status == 1)
+    if planted == "a body":
+        assert f"{UTILS}:" in line and f"--diff {CHECK}" in output
+
+
+REACHED = {
+    "a method of the ledger renamed": (
+        (GRAPHS, "def _stage_ragged_verify_layout(", "def _stage_layout("),
+        "_stage_ragged_verify_layout` | gone: cycle/ragged_graphs.py has to override it",
+        0,
+    ),
+    "a field of the ledger renamed": (
+        (RESULT, "    new_seq_lens: ", "    later_seq_lens: "),
+        "GenerationBatchResult.new_seq_lens` | gone: dflash_worker.py has to write it",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("planted", REACHED)
+def test_a_planted_change_of_the_ledger_is_named(planted, copy, capsys):
+    edit, words, status = REACHED[planted]
+    assert run("--against", copy(edit)) == status
+    [line] = told(capsys.readouterr().out)
+    assert words in line
+
+
+def test_a_version_is_recorded(copy, tmp_path):
+    file = tmp_path / "fingerprints.json"
+    installed = SourceTree.installed().version
+    later = f"{installed}.post1"  # which needs the same patches
+    assert run("--against", copy(version=later), "--record", file) == 0
+    [(version, recorded)] = json.loads(file.read_text()).items()
+    assert version == later and recorded == compare.records()[installed]
 
 
 PAGE = ROOT / "docs" / "dev" / "updating-sglang.md"
@@ -84,3 +150,35 @@ def test_the_page_has_a_verdict_on_each_difference(capsys):
     assert names_in(told(section)) == names_in(told(capsys.readouterr().out)), (
         f"say in {PAGE.name} what became of each name that `python tools/sglang_diff --since {before}` prints"
     )
+
+
+def test_what_a_fingerprint_covers():
+    def of(text: str) -> str:
+        return fingerprint(ast.parse(text).body[0])
+
+    plain = of("def f(a, b=1):\n    return a + b\n")
+    assert plain == of(
+        'def f(a: int, b: int = 1) -> int:\n    """Add."""\n    # a comment\n    return (a +\n b)\n'
+    )
+    others = ["a + b + 0", "a - b", "b + a", "None"]
+    prints = {of(f"def f(a, b=1):\n    return {text}\n") for text in others}
+    prints |= {of("def f(a, b=2):\n    return a + b\n"), of("@once\ndef f(a, b=1):\n    return a + b\n")}
+    assert plain not in prints and len(prints) == 6
+
+
+def test_names_are_followed_through_modules(tmp_path):
+    package = tmp_path / "sglang" / "srt"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from .star import *\nfrom sglang.srt.star import one as uno\n")
+    (package / "star.py").write_text(
+        "class Base:\n    def method(self): ...\n"
+        "class Child(Base): ...\n"
+        "try:\n    import fast\nexcept ImportError:\n    def one(): ...\n"
+        "made = Child()\n"
+    )
+    tree = SourceTree.open(tmp_path)
+    assert tree.find("sglang.srt.one").path == tree.find("sglang.srt.uno").path == "sglang.srt.star.one"
+    assert tree.find("sglang.srt.made.method").path == "sglang.srt.star.Base.method"
+    assert tree.find("sglang.srt.two") is None and tree.find("sglang.srt.star.Child.two") is None
+    with pytest.raises(NotSGLang):
+        SourceTree.open(package)
