@@ -160,7 +160,7 @@ class CycleTimer:
         before = table[:most, :length].clone()
         table[:most, :length] = starts[:, None] + torch.arange(length, device=table.device)
         samples: dict[int, np.ndarray] = {}
-        deadline, took = time.perf_counter() + budget, -math.inf
+        deadline, took = time.perf_counter() + budget, 0.0
         for n in (*loads, *loads):
             start, is_new = time.perf_counter(), n not in samples
             if len(samples) < 2 or start + took * is_new < deadline:  # a larger load takes at least as long

@@ -75,14 +75,14 @@ class Costs:
         if len(self.sizes):
             sufficient = np.searchsorted(self.sizes, n + drafted).clip(max=len(self.sizes) - 1)
             verify = verify[np.maximum(np.take(self.sizes, sufficient) - n, drafted).clip(max=drafted[-1])]
-        draft = np.array([0.0, *(self._at(m, self.draft) for m in range(1, n + 1))])
+        draft = np.append(0.0, self._at(np.arange(1, n + 1), self.draft))
         return verify, draft, max(0.0, float(self._at(n, self._ragged)))
 
-    def _at(self, n: int, table: np.ndarray) -> np.ndarray:
-        """Read a table [L, ...] at a load. Beyond the last, go on as from the load before."""
+    def _at(self, n: Any, table: np.ndarray) -> np.ndarray:
+        """Read a table [L, ...] at a load, or [L] at several; beyond the last, linearly on."""
         within = np.apply_along_axis(lambda seconds: np.interp(n, self.loads, seconds), 0, table)
         slope = np.diff(table, axis=0, prepend=0 * table[:1])[-1] / np.diff(self.loads, prepend=0)[-1]
-        return within + max(0, n - self.loads[-1]) * slope
+        return within + np.maximum(0, n - self.loads[-1]) * slope
 
 
 class Pace:
