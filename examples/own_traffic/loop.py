@@ -48,14 +48,14 @@ def run(*command: object, is_checked: bool = True) -> int:
     return subprocess.run(words, check=is_checked).returncode
 
 
-def start_server(record: Path, log: Path) -> tuple[subprocess.Popen, str]:
-    """Serve the bundled pair with whole blocks and a record. Return the process and its URL."""
+def start_server(log: Path, *flags: object) -> tuple[subprocess.Popen, str]:
+    """Serve the bundled pair with whole blocks and more flags. Return the process and its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "sglang.launch_server", "--model-path", TARGET, "--port", port]
     words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", SERVED]
-    words += ["--speculative-record", record, "--no-speculative-adaptive"]
+    words += ["--no-speculative-adaptive", *flags]
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         words += ["--dtype", "float32"]  # without AVX-512 a CPU multiplies bfloat16 ten times slower
     words = [str(word) for word in words]
@@ -102,7 +102,7 @@ def main() -> int:
     unseen = {"seed": UNSEEN, "is_recorded": False, "max_tokens": args.max_tokens}
     began = time.monotonic()
     with phase("serve"):
-        process, url = start_server(record, work / "server.log")
+        process, url = start_server(work / "server.log", "--speculative-record", record)
     try:
         with phase("send and record"):
             recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)

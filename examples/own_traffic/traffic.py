@@ -15,6 +15,7 @@ import urllib.request
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 SCHEMA = """books(id, title, author_id, genre, price, published)
 authors(id, name, country, born)
@@ -106,26 +107,32 @@ def post(url: str, body: dict) -> dict:
         return json.load(response)
 
 
-def send(
-    url: str, kind: str, count: int, seed: int, is_recorded: bool = True, max_tokens: int = 96
+def ask(
+    url: str, prompts: list[str], is_recorded: bool, max_tokens: int = 96, in_flight: int = 8
 ) -> list[float]:
-    """Send requests, eight at a time, and return the tokens of a cycle in each answer."""
-    asked = questions(kind, seed)
+    """Send prompts as greedy chats, some at a time, and return the tokens of a cycle in each answer."""
     bodies = [
         {
             "model": "default",
-            "messages": [{"role": "user", "content": next(asked)}],
+            "messages": [{"role": "user", "content": prompt}],
             "temperature": 0,
             "max_tokens": max_tokens,
             "return_meta_info": True,
             "custom_params": {"speculative_record": is_recorded},
         }
-        for _ in range(count)
+        for prompt in prompts
     ]
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(in_flight) as pool:
         answers = list(pool.map(lambda body: post(f"{url}/v1/chat/completions", body), bodies))
     metas = [answer["choices"][0]["meta_info"] for answer in answers]
     return [meta["completion_tokens"] / max(1, meta["spec_verify_ct"]) for meta in metas]
+
+
+def send(
+    url: str, kind: str, count: int, seed: int, is_recorded: bool = True, max_tokens: int = 96
+) -> list[float]:
+    """Send requests of one kind, and return the tokens of a cycle in each answer."""
+    return ask(url, list(islice(questions(kind, seed), count)), is_recorded, max_tokens)
 
 
 def main() -> None:

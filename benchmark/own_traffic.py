@@ -1,0 +1,211 @@
+"""What a draft gains from a server's own traffic, against the number of tokens recorded.
+
+    python benchmark/own_traffic.py WORK --kinds sql mails tests --tokens 5000 20000 80000
+
+Records each kind once, trains a draft on the first tokens of the record, and swaps each draft into one
+server, which answers unseen requests of its kind and two general sets. Steps whose result is in WORK are left
+out.
+Prints a table, and draws it to WORK/own-traffic.png.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+from prompt_sets import humaneval
+from serving import describe_cpu
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_traffic"
+sys.path.insert(0, str(EXAMPLE))
+
+from loop import GENERAL, SERVED, TARGET, start_server, swap  # noqa: E402
+from traffic import TEMPLATES, UNSEEN, ask, questions  # noqa: E402
+
+MAX_TOKENS = 96
+RECORDED_AT_ONCE = 32  # the requests of a round
+
+
+@contextlib.contextmanager
+def server(work: Path, *flags: object) -> Iterator[str]:
+    """Serve the bundled pair, and yield the URL."""
+    process, url = start_server(work / "server.log", *flags)
+    try:
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def lines_of(record: Path) -> list[str]:
+    return [line for file in sorted(record.glob("*.jsonl")) for line in file.read_text().splitlines()]
+
+
+def tokens_of(line: str) -> int:
+    return len(json.loads(line).get("input_ids", ()))
+
+
+def record(work: Path, kinds: list[str], tokens: int) -> None:
+    """Write WORK/KIND.jsonl for each kind: the server's record of at least so many tokens."""
+    kinds = [kind for kind in kinds if not (work / f"{kind}.jsonl").exists()]
+    if not kinds:
+        return
+    folder = work / "record"
+    with server(work, "--speculative-record", folder, "--speculative-adaptive") as url:
+        taken = len(lines_of(folder))  # by an earlier run
+        for kind in kinds:
+            began, asked, lines = time.monotonic(), questions(kind, seed=1), []
+            while sum(map(tokens_of, lines)) < tokens:
+                prompts = list(islice(asked, RECORDED_AT_ONCE))
+                ask(url, prompts, True, MAX_TOKENS, in_flight=RECORDED_AT_ONCE)
+                time.sleep(1)  # the record is written by a thread
+                lines = lines_of(folder)[taken:]
+            taken += len(lines)
+            (work / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
+            print(f"{kind}: recorded {len(lines)} lines in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def run(log: Path, script: str, *words: object) -> float:
+    """Run a script of the example with one thread. Return its CPU seconds, with its children's."""
+    command = [str(word) for word in (sys.executable, EXAMPLE / script, *words)]
+    with log.open("a") as file:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{script} failed: see {log}.")
+    return used.ru_utime + used.ru_stime
+
+
+def train(work: Path, kind: str, tokens: int) -> None:
+    """Train WORK/KIND-TOKENS/draft for an epoch, and note its numbers and CPU seconds beside it."""
+    folder = work / f"{kind}-{tokens}"
+    notes = folder / "trained.json"
+    if notes.exists():
+        return
+    folder.mkdir(exist_ok=True)
+    taken, used = [], 0
+    for line in (work / f"{kind}.jsonl").read_text().splitlines():
+        if used < tokens:
+            taken, used = [*taken, line], used + tokens_of(line)
+    (folder / "record.jsonl").write_text("\n".join(taken) + "\n")
+    rows, draft = folder / "rows.jsonl", folder / "draft"
+    run(folder / "log", "training_rows.py", folder / "record.jsonl", rows)
+    masks = [json.loads(line)["loss_mask"] for line in rows.read_text().splitlines()]
+    # Four rows a step, and about as many general rows as recorded ones: about one epoch.
+    steps = max(4, len(masks) // 2)
+    flags = "--work", folder / "work", "--steps", steps
+    seconds = run(folder / "log", "train.py", rows, TARGET, SERVED, draft, *flags)
+    numbers = {"rows": len(masks), "tokens": sum(map(len, masks)), "answer": sum(map(sum, masks))}
+    notes.write_text(json.dumps({**numbers, "steps": steps, "cpu_seconds": round(seconds)}))
+    print(f"{folder.name}: {notes.read_text()}", flush=True)
+
+
+def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list[float]]]:
+    """Return the tokens of a cycle in each answer, by draft and by set of prompts."""
+    found = work / "judged.json"
+    judged = json.loads(found.read_text()) if found.exists() else {}
+    asked = [json.loads(line)["messages"][0]["content"] for line in GENERAL.read_text().splitlines()]
+    code = [task["messages"][0]["content"] for task in humaneval()[:16]]
+    general = {"asked": asked[:32], "humaneval": code}
+    own = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in TEMPLATES}
+    kinds = {name.partition("-")[0] for name in names}
+    if set(names) <= judged.keys():
+        return judged
+    with server(work) as url:
+        for name in ["served", *names]:
+            if name in judged:
+                continue
+            swap(url, SERVED if name == "served" else work / name / "draft", name)
+            sets = {kind: own[kind] for kind in (kinds if name == "served" else {name.partition("-")[0]})}
+            judged[name] = {
+                label: ask(url, prompts, False, 64 if label in own else 48, in_flight=16)
+                for label, prompts in (sets | general).items()
+            }
+            found.write_text(json.dumps(judged))
+            print({name: {label: statistics.mean(x) for label, x in judged[name].items()}}, flush=True)
+    return judged
+
+
+def gain(before: list[float], after: list[float]) -> str:
+    """Describe two accept lengths on the same prompts, and the standard error of their difference."""
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    old, new = statistics.mean(before), statistics.mean(after)
+    return f"{old:.3f} -> {new:.3f} ({new / old - 1:+.1%}, ±{error:.3f})"
+
+
+def plot(judged: dict[str, dict[str, list[float]]], tokens: dict[str, int], path: Path) -> None:
+    """Draw the accept length of own and general prompts against recorded tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharex=True)
+    for kind in sorted({name.partition("-")[0] for name in tokens}):
+        names = sorted((name for name in tokens if name.startswith(f"{kind}-")), key=tokens.__getitem__)
+        for panel, label in zip(axes, (kind, "asked"), strict=True):
+            lengths = [statistics.mean(judged[name][label]) for name in ("served", *names)]
+            gains = [length / lengths[0] - 1 for length in lengths]
+            panel.plot([0, *(tokens[name] / 1000 for name in names)], gains, marker="o", label=kind)
+    for panel, title in zip(axes, ("unseen requests of the kind", "general chat"), strict=True):
+        panel.set(title=title, xlabel="thousand recorded tokens")
+        panel.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+        panel.axhline(0, color="grey", linewidth=0.8)
+        panel.legend()
+    axes[0].set_ylabel("accept length against the served draft")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[5000, 20000, 80000])
+    parser.add_argument("--unseen", type=int, default=40, help="requests of each kind to compare drafts on")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    print(f"{describe_cpu()}; {args}", flush=True)
+    record(args.work, args.kinds, max(args.tokens))
+    todo = [(kind, tokens) for tokens in sorted(args.tokens, reverse=True) for kind in args.kinds]
+    with ThreadPoolExecutor(2) as pool:  # each trainer has one thread
+        list(pool.map(lambda one: train(args.work, *one), todo))
+    names = [f"{kind}-{tokens}" for kind in args.kinds for tokens in sorted(args.tokens)]
+    judged = judge(args.work, names, args.unseen)
+    trained = {name: json.loads((args.work / name / "trained.json").read_text()) for name in names}
+    titles = (
+        "kind",
+        "trained on (answers)",
+        "steps",
+        "CPU minutes",
+        "unseen requests",
+        "general chat",
+        "HumanEval",
+    )
+    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    for name in names:
+        kind, one = name.partition("-")[0], trained[name]
+        cells = [
+            kind,
+            f"{one['tokens']:,} ({one['answer']:,})",
+            one["steps"],
+            f"{one['cpu_seconds'] / 60:.1f}",
+        ]
+        cells += [
+            gain(judged["served"][label], judged[name][label]) for label in (kind, "asked", "humaneval")
+        ]
+        print(f"| {' | '.join(map(str, cells))} |")
+    plot(judged, {name: one["tokens"] for name, one in trained.items()}, args.work / "own-traffic.png")
+
+
+if __name__ == "__main__":
+    main()
