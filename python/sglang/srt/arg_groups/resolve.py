@@ -342,7 +342,7 @@ def _adjust_to_recurrent_target(args: Any, target_config: Any, block_size: int) 
     elif not mixed_batches_cache_states():
         where = "on this SGLang"
     elif args.disable_overlap_schedule and "extra_buffer" not in args.mamba_radix_cache_strategy:
-        # A request that ends in a mixed batch is filed one token short of its state.
+        # docs/dev/upstream/prefill-chunks.md: a request that ends in a mixed batch is filed one token short.
         where = "with --disable-overlap-schedule"
     if args.enable_mixed_chunk and where:
         logger.warning(
