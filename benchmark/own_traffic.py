@@ -114,8 +114,8 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
     found = work / "judged.json"
     judged = json.loads(found.read_text()) if found.exists() else {}
     asked = [json.loads(line)["messages"][0]["content"] for line in GENERAL.read_text().splitlines()]
-    code = [task["messages"][0]["content"] for task in humaneval()[:16]]
-    general = {"asked": asked[:32], "humaneval": code}
+    code = [task["messages"][0]["content"] for task in humaneval()[:12]]
+    general = {"asked": asked[:24], "humaneval": code}
     own = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in TEMPLATES}
     kinds = {name.partition("-")[0] for name in names}
     if set(names) <= judged.keys():
@@ -127,7 +127,7 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
             swap(url, SERVED if name == "served" else work / name / "draft", name)
             sets = {kind: own[kind] for kind in (kinds if name == "served" else {name.partition("-")[0]})}
             judged[name] = {
-                label: ask(url, prompts, False, 64 if label in own else 48, in_flight=16)
+                label: ask(url, prompts, False, 64 if label in own else 32, in_flight=16)
                 for label, prompts in (sets | general).items()
             }
             found.write_text(json.dumps(judged))
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[5000, 20000, 80000])
-    parser.add_argument("--unseen", type=int, default=40, help="requests of each kind to compare drafts on")
+    parser.add_argument("--unseen", type=int, default=24, help="requests of each kind to compare drafts on")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     print(f"{describe_cpu()}; {args}", flush=True)
