@@ -4,7 +4,7 @@ The only input is the source of the interpreter that runs this file, so there
 is nothing to download. Whole files are held out, chosen by a hash of their
 path: neither the target nor the draft ever sees a held-out file.
 
-    python corpus.py WORK_DIR      # writes tokenizer.json, *.npy, heldout.json
+    python corpus.py WORK_DIR      # writes tokenizer.json, corpus.npz
 """
 
 import ast
@@ -94,10 +94,9 @@ def chat_messages(source: str) -> list[list[dict]]:
     return conversations
 
 
-def render_chat(messages: list[dict], add_generation_prompt: bool = False) -> str:
-    """Render messages like CHAT_TEMPLATE; evaluate.py compares both."""
-    text = "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
-    return text + (f"{IM_START}assistant\n" if add_generation_prompt else "")
+def render_chat(messages: list[dict]) -> str:
+    """Render messages like CHAT_TEMPLATE."""
+    return "".join(f"{IM_START}{m['role']}\n{m['content']}{IM_END}\n" for m in messages)
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -167,13 +166,11 @@ def build(work_dir: Path) -> None:
 
     chats = [c for _, text in train for c in chat_messages(text)]
     random.Random(1).shuffle(chats)
-    heldout_chats = [c for _, text in heldout for c in chat_messages(text)]
     arrays = {}
     arrays["code"], arrays["code_starts"] = encode_documents(tokenizer, [t for _, t in train])
     arrays["chat"], arrays["chat_starts"] = encode_documents(tokenizer, [render_chat(c) for c in chats])
     arrays["heldout"], arrays["heldout_starts"] = encode_documents(tokenizer, [t for _, t in heldout])
     np.savez(work_dir / "corpus.npz", **arrays)
-    (work_dir / "heldout.json").write_text(json.dumps({"files": heldout, "chats": heldout_chats}))
 
     digest = hashlib.sha256("".join(p + t for p, t in files).encode()).hexdigest()
     summary = {

@@ -4,13 +4,9 @@ A DFlash draft with convolutions along the block and a candidate selector. Tenso
 checkpoints. Shapes as in `draft_model.py`; K candidates, rank r.
 """
 
-import json
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from draft_model import DFlashDraft, Layer
-from safetensors.torch import load_file
 from torch import nn
 
 SELECTOR_RANK, SELECTOR_TOP_K = 128, 32
@@ -112,9 +108,3 @@ class DFlash2Draft(DFlashDraft):
         """Return base logits [..., vocab] of hidden [..., H], and ids [..., K] of the largest."""
         logits = F.linear(hidden.flatten(0, -2), embedding).float().unflatten(0, hidden.shape[:-1])
         return logits, logits.topk(self.config["dflash_config"]["selector_top_k"], dim=-1).indices
-
-
-def load_dflash2(directory: Path, dtype: torch.dtype) -> DFlash2Draft:
-    draft = DFlash2Draft(json.loads((Path(directory) / "config.json").read_text()))
-    draft.load_state_dict(load_file(str(Path(directory) / "model.safetensors")))
-    return draft.to(dtype).eval()

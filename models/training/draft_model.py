@@ -7,14 +7,10 @@ Shapes: R rows (sequences), S context positions, N blocks per row, B block
 size, H hidden size, A aux layers.
 """
 
-import json
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from corpus import MASK_ID
 from kinds import kind_of
-from safetensors.torch import load_file
 from torch import nn
 
 BLOCK_SIZE = 8
@@ -205,12 +201,6 @@ def block_token_ids(anchor_tokens: torch.Tensor, block_size: int) -> torch.Tenso
 def aux_from_hidden_states(hidden_states, layer_ids: list[int]) -> torch.Tensor:
     """Join transformers' hidden states (0 is the embedding) to [R, S, A * H]."""
     return torch.cat([hidden_states[i + 1] for i in layer_ids], dim=-1)
-
-
-def load_draft(directory: Path, dtype: torch.dtype) -> DFlashDraft:
-    draft = DFlashDraft(json.loads((Path(directory) / "config.json").read_text()))
-    draft.load_state_dict(load_file(str(Path(directory) / "model.safetensors")))
-    return draft.to(dtype).eval()
 
 
 def initialize(draft: nn.Module) -> None:

@@ -3,12 +3,11 @@
 #   ./make.sh WORK_DIR [MODELS_DIR]      PYTHON=... to choose an interpreter
 # COMPILE= (empty) turns torch.compile off, for machines without a C++ compiler.
 # KIND=qwen3_5 makes the hybrid pair instead, in two processes; the first pair must be there (its embedding).
-# SPECULATORS_PYTHON=... (README.md) also makes the drafts and golden data of the `speculators` package.
+# SPECULATORS_PYTHON=... (README.md) also makes the drafts of the `speculators` package.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mkdir -p "$1" && cd "$1" && pwd)
 models=$(mkdir -p "${2:-$here/../../models}" && cd "${2:-$here/../../models}" && pwd)
-heldout=$here/../../benchmark/prompts/heldout.jsonl
 kind=${KIND:-qwen3}
 target=$models/tiny-$kind-code
 draft=$target-dflash
@@ -23,7 +22,6 @@ export MALLOC_ARENA_MAX=1  # else the backward thread has heaps of 64 MB that ar
 
 cd "$here"
 $python corpus.py "$work"
-$python make_prompts.py "$work" "$heldout"
 if [ "$kind" = qwen3 ]; then
     $python train_target.py "$work" "$target" --steps 1050 $compile
     $python rollouts.py "$work" "$target" --scale 4
@@ -36,8 +34,6 @@ else
     $both rollouts.py "$work" "$target" --scale 4
     $both train_draft.py "$work" "$target" "$draft" --steps 3500  # compiled it is no faster
 fi
-$python evaluate.py "$target" "$draft" "$heldout" --json "$work/evaluation.json" \
-    --block-sizes 4 6 12 --check 4
 
 sampled=$work/sampled
 mkdir -p "$sampled" && cp "$work/corpus.npz" "$work/tokenizer.json" "$sampled"
@@ -45,17 +41,10 @@ $python rollouts.py "$sampled" "$target" --sampled
 $python train_dflash2.py "$sampled" "$target" "$draft" "${draft}2" --steps 1500
 
 [ -n "${SPECULATORS_PYTHON:-}" ] || exit 0
-golden=$here/../../test/srt/golden
 train=train_speculators_draft.py
 if [ "$kind" != qwen3 ]; then
     $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 4500 --muon-lr 0.02 --adam-lr 0.003
-    $SPECULATORS_PYTHON speculators_golden.py "$target" "$target-peagle" "$heldout" \
-        "$golden/tiny-$kind-peagle"
     exit 0
 fi
 $SPECULATORS_PYTHON $train dflash "$work" "$target" "$draft-speculators" --steps 600 --warm-start "$draft"
 $SPECULATORS_PYTHON $train peagle "$work" "$target" "$target-peagle" --steps 6000 --muon-lr 0.02 --adam-lr 0.003
-for made in "$draft-speculators tiny-speculators" "$target-peagle tiny-peagle"; do
-    read -r folder name <<< "$made"
-    $SPECULATORS_PYTHON speculators_golden.py "$target" "$folder" "$heldout" "$golden/$name"
-done

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes a DFlash and a DFlash2 draft for SmolLM2-135M-Instruct on a CPU, in order. Every step can be stopped and
-# started again.
+# Makes a DFlash and a DFlash2 draft for SmolLM2-135M-Instruct on a CPU from the bundled answers, in order. Every step
+# can be stopped and started again. The hidden states take 20 GB.
 #   ./make_smollm2.sh WORK_DIR [MODELS_DIR]      PYTHON=... to choose an interpreter
-# MINUTES and MINUTES2 limit the training of the two drafts, TOKENS the rollouts before it starts.
+# MINUTES, MINUTES2 and MINUTES3 limit the training of the plain draft, of the DFlash2 draft, and of that on later answers.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 work=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -17,10 +17,11 @@ export MALLOC_ARENA_MAX=1 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_
 
 cd "$here"
 $python ../../models/fetch_smollm2.py "$target"
-[ -f "$work/prompts/train.jsonl" ] || $python open_prompts.py "$work/prompts"
-$python chat_rollouts.py "$target" "$work/prompts/heldout.jsonl" "$work/heldout" --greedy-share 1 --limit 60
-$python chat_rollouts.py "$target" "$work/prompts/train.jsonl" "$work/rollouts" --tokens "${TOKENS:-400000}"
-$python train_chat_draft.py "$work/rollouts" "$target" "$draft" --minutes "${MINUTES:-180}" --finish
-$python train_chat_draft.py "$work/rollouts" "$target" "${draft}2" --minutes "${MINUTES2:-90}" --finish \
-    --plain "$draft"
-$python evaluate_shards.py "$work/heldout" "$target" "$draft" "${draft}2"
+for answers in rollouts answers; do
+    $python pack_rollouts.py "prompts/smollm2-$answers.npz" "$target" "$work/$answers"
+done
+train="$python train_chat_draft.py"
+$train "$work/rollouts" "$target" "$draft" --minutes "${MINUTES:-53}" --finish
+$train "$work/rollouts" "$target" "$work/first" --minutes "${MINUTES2:-112}" --finish --plain "$draft"
+$train "$work/answers" "$target" "${draft}2" --minutes "${MINUTES3:-260}" --finish --start "$work/first" \
+    --candidates 12288 --muon-lr 0.012 --adam-lr 0.0018

@@ -4,8 +4,8 @@ Greedy tokens are the target's. Every request takes as many cycles as the same d
 the same (dequantized) weights. A quantized draft's accept length is near the unquantized one's.
 
 The bundled drafts of the speculators library agree with the library's own classes in float32, whose results
-models/training/speculators_golden.py recorded in golden/: in logits and in every accept length. All bundled
-drafts reach the accept length of benchmark/expected_acceptance.json.
+models/training/speculators_golden.py (commit 22b0e3f1) recorded in golden/: in logits and in every accept
+length. All bundled drafts reach the accept length of benchmark/expected_acceptance.json.
 """
 
 import functools

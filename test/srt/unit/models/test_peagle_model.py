@@ -1,9 +1,9 @@
 """Our P-EAGLE draft against the `speculators` library's own model.
 
-Golden data: golden/tiny-peagle/, made by models/training/speculators_golden.py with the library's classes in
-float32. It holds logits of one step after some prompts, and of small random drafts with options that the
-bundled draft does not use. Logits agree to 1e-4 of the largest. Likely mistakes move them by more than a
-hundred times that.
+Golden data: golden/tiny-peagle/, made by models/training/speculators_golden.py (commit 22b0e3f1) with the
+library's classes in float32. It holds logits of one step after some prompts, and of small random drafts with
+options that the bundled draft does not use. Logits agree to 1e-4 of the largest. Likely mistakes move them by
+more than a hundred times that.
 """
 
 import json
