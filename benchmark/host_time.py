@@ -8,8 +8,8 @@ graph runners and scheduler, with stand-ins for kernels. The time of the stand-i
 left is what the host does in a cycle while a GPU waits for it or not. A backend's servers run at once and
 take turns, round by round, so whatever else the machine does hits all of them. Only CPU time of the
 scheduler's thread is counted. Absolute times are this machine's, and launches cost nothing here: compare
-servers of one call. Writes benchmark/results/host-time.json and .md; a call replaces the rows of its
-backends.
+servers of one call. Prints a table: means without the fastest and the slowest tenth, and of the ratio to the
+built-in the median over the rounds, with the least and the largest.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -42,33 +41,29 @@ ARGUMENTS = (
     *("--context-length", "1024", "--max-running-requests", "16", "--sampling-backend", "pytorch"),
     *("--sleep-on-idle", "--skip-server-warmup"),
 )
-RESULTS = ROOT / "benchmark" / "results"
+HEAD = ("backend", "requests", "server", "ms", "/ built-in", "of a round", "cycles")
 
 
 def main() -> None:
-    args = _parse_arguments()
-    file = RESULTS / f"{args.name}.json"
-    known = json.loads(file.read_text())["rows"] if file.exists() else []
-    rows = [row for row in known if row["backend"] not in args.backend]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--server", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=REQUESTS)
+    args = parser.parse_args()
+    versions = ", ".join(f"{name} {version(name)}" for name in ("sglang", "sglang-dflash", "torch"))
+    print(f"{date.today()}; {describe_cpu()}; {versions}\n\n| {' | '.join(HEAD)} |")
+    print("|---|---:|---|---:|---:|---:|---:|", flush=True)
     for backend in args.backend:
         kinds = [kind for kind in args.server if (backend, kind) not in NOT_REHEARSED]
-        for row in measure(backend, kinds, args.requests):
-            rows.append({"backend": backend, **row})
-            print(f"{backend}, {row['server']}, {row['requests']} requests: {row['ms']:.2f} ms", flush=True)
-    heading = {
-        "date": str(date.today()),
-        "command": " ".join(["python", "benchmark/host_time.py", *sys.argv[1:]]),
-        "machine": describe_cpu(),
-        "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
-        "versions": {name: version(name) for name in ("sglang", "sglang-dflash", "torch")},
-    }
-    file.write_text(json.dumps({**heading, "rows": rows}, indent=1) + "\n")
-    file.with_suffix(".md").write_text(page(heading, rows))
-    print(f"written: {args.name}.json, {args.name}.md")
+        for (kind, load), rounds, built_in in measure(backend, kinds, args.requests):
+            cells = (backend, str(load), kind, *summary(rounds, built_in))
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def measure(backend: str, kinds: Sequence[str], loads: Sequence[int]) -> list[dict]:
-    """Measure servers in turn: a row {"server", "requests", and `summary`} per server and load."""
+def measure(backend: str, kinds: Sequence[str], loads: Sequence[int]) -> list[tuple]:
+    """Measure servers in turn: ((server, load), its rounds, the built-in's) per server and load."""
     found: dict[tuple[str, int], list[list[float]]] = {(kind, load): [] for kind in kinds for load in loads}
     with contextlib.ExitStack() as stack:
         servers = {}
@@ -86,10 +81,7 @@ def measure(backend: str, kinds: Sequence[str], loads: Sequence[int]) -> list[di
                     cycles = decode(server, times, load)
                     if turn:  # the first one is the warm-up
                         found[kind, load].append(cycles)
-    return [
-        {"server": kind, "requests": load, **summary(rounds, found.get((BUILT_IN, load)))}
-        for (kind, load), rounds in found.items()
-    ]
+    return [((kind, load), rounds, found.get((BUILT_IN, load))) for (kind, load), rounds in found.items()]
 
 
 def decode(server: Server, times: Path, requests: int) -> list[float]:
@@ -113,19 +105,17 @@ def middle_mean(cycles: Sequence[float]) -> float:
     return statistics.fmean(sorted(cycles)[tenth : len(cycles) - tenth])
 
 
-def summary(rounds: Sequence[Sequence[float]], built_in: Sequence[Sequence[float]] | None) -> dict:
-    """Summarize rounds of milliseconds per cycle.
-
-    Returns {"cycles", "ms"} and, if the built-in took the same rounds, "ratio": the median over the rounds of
-    ours / built-in, "ratio_least" and "ratio_most".
-    """
+def summary(
+    rounds: Sequence[Sequence[float]], built_in: Sequence[Sequence[float]] | None
+) -> tuple[str, str, str, str]:
+    """Return the last four cells of a row, of rounds of milliseconds per cycle."""
     every = [cycle for cycles in rounds for cycle in cycles]
-    found: dict[str, float] = {"cycles": len(every), "ms": middle_mean(every)}
+    ratio = spread = "–"
     if built_in is not None:
         pairs = zip(rounds, built_in, strict=True)
         ratios = [middle_mean(mine) / middle_mean(other) for mine, other in pairs]
-        found |= {"ratio": statistics.median(ratios), "ratio_least": min(ratios), "ratio_most": max(ratios)}
-    return found
+        ratio, spread = f"{statistics.median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"
+    return f"{middle_mean(every):.2f}", ratio, spread, str(len(every))
 
 
 def environment(backend: str, kind: str, folder: Path) -> dict[str, str]:
@@ -147,45 +137,6 @@ def environment(backend: str, kind: str, folder: Path) -> dict[str, str]:
     if kind == PLAIN:
         return settings | {"HOST_TIME_PLAIN": "1"}
     return settings | SIMULATION
-
-
-def page(heading: dict, rows: list[dict]) -> str:
-    """Write the results as Markdown."""
-    versions = ", ".join(f"{name} {number}" for name, number in heading["versions"].items())
-    lines = [
-        "# Host time of a decode cycle",
-        "",
-        f"{heading['date']}; {heading['machine']}; {versions}.",
-        "",
-        "CPU milliseconds of the scheduler's thread per cycle, in the rehearsal of the CUDA path: means",
-        "without the fastest and the slowest tenth. Triton and attention kernels, graphs, eager matrix",
-        "products and the simulation of accept lengths are taken out, launches included. Other small",
-        "tensor operations count what they take on a CPU. Servers of a backend took turns in rounds. The",
-        "ratio is the median of the rounds, with the least and the largest. Absolute times are this",
-        f"machine's, on which other work ran (load averages at the end: {heading['load']}). FlashInfer",
-        "without speculation is not rehearsed.",
-        "",
-        "| backend | requests | server | ms | / built-in | of a round | cycles |",
-        "|---|---:|---|---:|---:|---:|---:|",
-    ]
-    for row in sorted(rows, key=lambda row: (row["backend"], row["requests"])):
-        ratio = ["–", "–"]
-        if "ratio" in row:
-            ratio = [f"{row['ratio']:.2f}", f"{row['ratio_least']:.2f} to {row['ratio_most']:.2f}"]
-        cells = [row["backend"], str(row["requests"]), row["server"], f"{row['ms']:.2f}", *ratio]
-        lines.append(f"| {' | '.join([*cells, str(row['cycles'])])} |")
-    return "\n".join([*lines, "", f"Command: `{heading['command']}`", ""])
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument("--server", nargs="+", choices=SERVERS, default=SERVERS)
-    parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=REQUESTS)
-    parser.add_argument("--name", default="host-time", help="of the files in benchmark/results/")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
