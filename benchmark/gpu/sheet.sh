@@ -2,7 +2,7 @@
 # The commands of the sheet (README.md). OUT is the folder that comes back from the machine.
 #
 #   sheet.sh out | back        at home: take the bundled models out of the checkout, which travels, and bring them back
-#   sheet.sh bare              part 1 of the pack, and what torch and Triton alone can measure and check
+#   sheet.sh bare              part 1 of the pack, and what torch and Triton alone can check
 #   sheet.sh part N            part N of the pack, unpacked in the background
 #   sheet.sh ready N           part N, the last one; installs the plugin, holds the first server
 #   sheet.sh measure MINUTES   the list, as far as the minutes go
@@ -54,9 +54,8 @@ esac
 mkdir -p "$parts" "$OUT"
 case "${1:-}" in
     bare)
-        unpack 1 || true # these figures need no pack
+        unpack 1 || true # the check needs no pack
         install
-        python3 benchmark/gpu/bare.py --out "$OUT" || true # its lines say what failed
         away bash -c 'timeout 150 compute-sanitizer --tool memcheck "$@" > "$0" 2>&1' "$parts/memcheck" \
             python3 -m pytest --core -m gpu --hypothesis-profile few -q test/srt/unit/kernels
         ;;

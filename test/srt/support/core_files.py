@@ -2,7 +2,7 @@
 
 CORE = (
     "test_acceptance.py",
-    "test_bare_figures.py",
+    "test_bare_machine.py",
     "test_bench.py",
     "test_block_conv.py",
     "test_cpu_runtime.py",
