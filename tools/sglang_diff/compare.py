@@ -24,8 +24,6 @@ RECORDED = Path(__file__).with_name("fingerprints.json")
 OURS = Path(sglang_dflash.__file__).parent
 
 SAME, CHANGED, OTHER_PARAMETERS, GONE, UNKNOWN = "same", "changed", "parameters", "gone", "no record"
-# States in which a patch cannot be made, and an import may fail.
-BROKEN = (OTHER_PARAMETERS, GONE)
 
 
 class Row(NamedTuple):
@@ -46,39 +44,18 @@ class Row(NamedTuple):
     patch: Patch | Reach | None
 
     @property
-    def is_required(self) -> bool:
-        """Return whether DFLASH cannot be served without."""
-        return self.patch is None or self.patch.feature is None
-
-    @property
-    def is_broken(self) -> bool:
-        """Return whether the patch cannot be made, or the import may fail."""
-        return self.state in BROKEN
-
-    @property
     def is_fatal(self) -> bool:
-        return self.is_required and (
-            self.state == GONE or self.state in BROKEN and isinstance(self.patch, Patch)
-        )
-
-
-class ImportedName(NamedTuple):
-    """A name that a file of ours imports from SGLang, or a module (name: "")."""
-
-    module: str
-    name: str
-
-    @property
-    def label(self) -> str:
-        return f"{self.module}:{self.name}"
+        """Return whether DFLASH cannot be served: a required name is gone, or a patch does not fit."""
+        if self.patch is not None and self.patch.feature is not None:
+            return False
+        return self.state == GONE or self.state == OTHER_PARAMETERS and isinstance(self.patch, Patch)
 
 
 @functools.cache
 def records() -> dict[str, dict[str, Any]]:
     """Return what is recorded of each supported version.
 
-    Each has `files` (hashes by path), `bodies` (fingerprints by dotted path) and `imports` (parameters by
-    label).
+    Each has `bodies` (fingerprints by dotted path) and `imports` (parameters by label).
     """
     return json.loads(RECORDED.read_text(encoding="utf-8"))
 
@@ -92,17 +69,6 @@ def baseline_for(version: str) -> str:
     """Return the supported version to compare with: itself, else the newest that is not newer."""
     older = [one for one in supported_versions() if release_numbers(one) <= release_numbers(version)]
     return older[-1] if older else supported_versions()[0]
-
-
-def is_as_recorded(tree: SourceTree) -> bool:
-    """Return whether every file that matters is that of a supported release.
-
-    Takes milliseconds.
-    """
-    recorded = records().get(tree.version)
-    return recorded is not None and all(
-        tree.digest(file) == digest for file, digest in recorded["files"].items()
-    )
 
 
 def compare(tree: SourceTree, baseline: str) -> list[Row]:
@@ -128,12 +94,11 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
         found = tree.find_attribute(reach.owner, label.rpartition(".")[2])
         if found and (names := parameters(tree, found)) is not None:
             bodies[label], imports[label] = fingerprint(found.node), ", ".join(names)
-    for name in imported_names():
-        found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
+    for label in imported_names():
+        found = tree.find(_path(label))
         if found is not None and (names := _passed(tree, found)) is not None:
-            imports[name.label] = ", ".join(names)
-    files = {file: digest for file in tree.files if (digest := tree.digest(file))}
-    return {"files": _by_key(files), "bodies": _by_key(bodies), "imports": _by_key(imports)}
+            imports[label] = ", ".join(names)
+    return {"bodies": dict(sorted(bodies.items())), "imports": dict(sorted(imports.items()))}
 
 
 def patches_for(tree: SourceTree) -> list[Patch]:
@@ -162,21 +127,19 @@ def body_of(tree: SourceTree, patch: Patch) -> Found | None:
 
 
 @functools.cache
-def imported_names() -> tuple[ImportedName, ...]:
-    """List all names that our files import from SGLang.
+def imported_names() -> tuple[str, ...]:
+    """List all names that our files import from SGLang as `module:name`, a module as `module:`.
 
     Those with a substitute are left out (compat.py).
     """
     names = set()
     for path in sorted(OURS.rglob("*.py")):
         for statement in _imports(ast.parse(path.read_text(encoding="utf-8")).body):
-            if isinstance(statement, ast.ImportFrom):
-                if (statement.module or "").partition(".")[0] == PACKAGE and not statement.level:
-                    names |= {ImportedName(statement.module or "", alias.name) for alias in statement.names}
-            else:
-                modules = [alias.name for alias in statement.names]
-                names |= {ImportedName(one, "") for one in modules if one.partition(".")[0] == PACKAGE}
-    return tuple(sorted(names))
+            if isinstance(statement, ast.Import):
+                names |= {f"{alias.name}:" for alias in statement.names}
+            elif not statement.level:
+                names |= {f"{statement.module}:{alias.name}" for alias in statement.names}
+    return tuple(sorted(name for name in names if name.startswith((f"{PACKAGE}.", f"{PACKAGE}:"))))
 
 
 def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -224,14 +187,19 @@ def _compare_reach(tree: SourceTree, label: str, reach: Reach, recorded: dict[st
     return Row(label, state, "", place, reach)
 
 
-def _compare_import(tree: SourceTree, name: ImportedName, known: dict[str, str]) -> Row:
-    found = tree.find(f"{name.module}.{name.name}" if name.name else name.module)
+def _compare_import(tree: SourceTree, label: str, known: dict[str, str]) -> Row:
+    found = tree.find(_path(label))
     if found is None:
-        return Row(name.label, GONE, "our files import it", "", None)
-    names, before = _passed(tree, found), known.get(name.label)
+        return Row(label, GONE, "our files import it", "", None)
+    names, before = _passed(tree, found), known.get(label)
     if before is None or names is None or not (detail := _differences(names, before)):
-        return Row(name.label, SAME, "", _place(tree, found), None)
-    return Row(name.label, OTHER_PARAMETERS, detail, _place(tree, found), None)
+        return Row(label, SAME, "", _place(tree, found), None)
+    return Row(label, OTHER_PARAMETERS, detail, _place(tree, found), None)
+
+
+def _path(label: str) -> str:
+    """Return the dotted path of an imported name."""
+    return label.replace(":", ".").rstrip(".")
 
 
 def _differences(names: list[str], before: str) -> str:
@@ -264,7 +232,3 @@ def _compare_step(tree: SourceTree, step: str) -> Row:
 def _place(tree: SourceTree, found: Found) -> str:
     line = getattr(found.node, "lineno", 1)
     return f"{tree.file_of(found.module) or found.module}:{line}"
-
-
-def _by_key(table: dict[str, str]) -> dict[str, str]:
-    return dict(sorted(table.items()))

@@ -85,16 +85,6 @@ class SourceTree:
         folder = Path(next(iter(spec.submodule_search_locations))).parent
         return cls(importlib.metadata.version(PACKAGE), functools.partial(_read_file, folder))
 
-    @classmethod
-    def beside(cls, folder: Path) -> "SourceTree":
-        """Return the packages of a folder, whatever their versions."""
-        return cls("unknown", functools.partial(_read_file, folder))
-
-    def digest(self, file: str) -> str | None:
-        """Return a hash of a file's text, None if there is none."""
-        content = self._read(file)
-        return None if content is None else hashlib.sha256(content).hexdigest()[:16]
-
     def file_of(self, module: str) -> str | None:
         """Return the path of a module's file."""
         stem = module.replace(".", "/")
@@ -109,14 +99,6 @@ class SourceTree:
             if self.file_of(module) is not None:
                 return self._find_in(module, tuple(parts[split:]), _MOST_REEXPORTS)
         return None
-
-    def text_of(self, found: Found) -> str:
-        """Return the source of a definition."""
-        file = self.file_of(found.module)
-        content = self._read(file) if file else None
-        if content is None or found.node is None:
-            return ""
-        return (ast.get_source_segment(content.decode(), found.node, padded=True) or "") + "\n"
 
     def _parse(self, module: str) -> ast.Module:
         file = self.file_of(module)

@@ -70,7 +70,6 @@ def told(output: str) -> list[str]:
 
 
 def test_the_installed_sglang_is_as_recorded(capsys):
-    assert compare.is_as_recorded(SourceTree.installed())
     assert run() == 0
     output = capsys.readouterr().out
     assert not told(output) and "Nothing required is gone." in output
@@ -91,14 +90,13 @@ PLANTED = {
 def test_a_planted_change_is_named(planted, copy, capsys):
     edit, word, status = PLANTED[planted]
     folder = copy(edit)
-    assert not compare.is_as_recorded(SourceTree.open(folder))
     assert run("--against", folder) == status
     output = capsys.readouterr().out
     [line] = told(output)
     assert CHECK in line and word in line
     assert (f"Required and gone: {CHECK}" in output) == (status == 1)
     if planted == "a body":
-        assert f"{UTILS}:" in line and f"--diff {CHECK}" in output
+        assert f"{UTILS}:" in line
 
 
 REACHED = {
