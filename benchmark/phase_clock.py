@@ -14,11 +14,10 @@ from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 
 
 class PhaseClock(CycleObserver):
-    """Wall time per phase of the cycle, for benchmarks.
+    """Wall time per phase of the cycle on the host. On CUDA, which it runs ahead of, that is launch time.
 
-    Times are the host's. On a CPU that is the phase itself. On CUDA the host runs ahead, and a time is launch
-    time. The environment variable PHASE_TIMES names the file that totals are written to every few cycles, as
-    JSON."""
+    PHASE_TIMES names the file that totals are written to every few cycles, as JSON.
+    """
 
     _WRITE_EVERY = 32
 
@@ -29,29 +28,23 @@ class PhaseClock(CycleObserver):
         self._last = 0.0
 
     def on_begun(self, batch: Any) -> None:
-        """Start the clock."""
         self._last = time.perf_counter()
 
     def on_length_chosen(self, batch: Any, verify_len: int) -> None:
-        """End the phase in which the verify length is chosen."""
         self._end("prepare")
 
     def on_drafted(self, batch: Any, cycle: Cycle, block: DraftBlock) -> None:
-        """End the draft phase."""
         self._end("draft")
 
     def on_verified(self, batch: Any, block: DraftBlock, logits: torch.Tensor) -> None:
-        """End the verify phase."""
         self._end("verify")
 
     def on_accepted(self, batch: Any, cycle: Cycle, accepted: AcceptedBlocks) -> None:
-        """End the accept phase."""
         self._end("accept")
 
     def on_committed(
         self, batch: Any, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks
     ) -> None:
-        """End the commit phase, and write the totals every few cycles."""
         self._end("commit")
         self._cycles += 1
         self._rows += cycle.bs

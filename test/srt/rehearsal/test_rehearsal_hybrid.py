@@ -28,8 +28,8 @@ from support.rehearsal.compare import (
 )
 from support.rehearsal.play import ARGUMENTS, on_cpu, rehearse
 from support.rehearsal.stage import Scene
+from support.vision_target import random_picture, write_vision_target
 from tokenizers import Tokenizer
-from vision_target import random_picture, write_vision_target
 
 pytestmark = [pytest.mark.server, pytest.mark.rehearsal_full, on_cpu]
 

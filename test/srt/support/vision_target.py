@@ -25,6 +25,7 @@ from transformers import (
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+NAMES = ("vision_start", "vision_end", "image", "video")  # of their ids in the config
 PATCH, MERGE = 4, 2
 PIXELS = PATCH * MERGE  # a token's share of a row
 # Of tower outputs, beside embeddings of 0.1.
@@ -43,19 +44,10 @@ def write_vision_target(folder: Path, text: Path = HYBRID_TARGET) -> list[int]:
         Qwen2VLImageProcessor(**shapes), tokenizer, Qwen3VLVideoProcessor(**shapes), tokenizer.chat_template
     )
     processor.save_pretrained(folder)
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "intermediate_size": 48,
-        "out_hidden_size": text_config["hidden_size"],
-        "patch_size": PATCH,
-        "spatial_merge_size": MERGE,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 64,
-        "deepstack_visual_indexes": [],
-        "initializer_range": 0.2,
-    }
+    vision = {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": PATCH}
+    vision |= {"out_hidden_size": text_config["hidden_size"], "spatial_merge_size": MERGE}
+    vision |= {"temporal_patch_size": 2, "num_position_embeddings": 64}
+    vision |= {"deepstack_visual_indexes": [], "initializer_range": 0.2}
     # Three dimensions of text positions are equal, so the sections change nothing in a text.
     sections = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text_config["rope_parameters"] |= sections
@@ -64,10 +56,7 @@ def write_vision_target(folder: Path, text: Path = HYBRID_TARGET) -> list[int]:
         "model_type": "qwen3_5",
         "text_config": text_config,
         "vision_config": vision | {"model_type": "qwen3_5_vision"},
-        "vision_start_token_id": ids[0],
-        "vision_end_token_id": ids[1],
-        "image_token_id": ids[2],
-        "video_token_id": ids[3],
+        **dict(zip((f"{name}_token_id" for name in NAMES), ids)),
         "tie_word_embeddings": text_config["tie_word_embeddings"],
         "dtype": text_config["dtype"],
     }
@@ -81,11 +70,8 @@ def write_vision_target(folder: Path, text: Path = HYBRID_TARGET) -> list[int]:
     tower = Qwen3_5VisionModel(Qwen3_5Config(vision_config=vision).vision_config)
     tower.merger.linear_fc2.weight.data *= LOUDNESS
     tensors |= {f"model.visual.{name}": tensor for name, tensor in tower.state_dict().items()}
-    save_file(
-        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return ids
 
 
@@ -102,20 +88,14 @@ def _tokenizer(text: Path, ids: list[int]) -> PreTrainedTokenizerFast:
         alike | {"id": number, "content": token} for token, number in zip(TOKENS, ids, strict=True)
     ]
     settings = json.loads((text / "tokenizer_config.json").read_text())
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(config)),
-        eos_token=settings["eos_token"],
-        pad_token=settings["pad_token"],
-        chat_template=settings["chat_template"],
-        model_max_length=settings["model_max_length"],
-    )
+    kept = {name: settings[name] for name in ("eos_token", "pad_token", "chat_template", "model_max_length")}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(config)), **kept)
 
 
 def random_picture(generator: random.Random, rows: int, columns: int) -> str:
     """Return a picture of rows x columns tokens, as a URL that holds its data."""
-    noise = Image.frombytes(
-        "RGB", (columns * PIXELS, rows * PIXELS), generator.randbytes(3 * rows * columns * PIXELS**2)
-    )
+    pixels = generator.randbytes(3 * rows * columns * PIXELS**2)
+    noise = Image.frombytes("RGB", (columns * PIXELS, rows * PIXELS), pixels)
     data = io.BytesIO()
     noise.save(data, "png")
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
