@@ -28,15 +28,9 @@ SLOT_TOKENS = 1024  # of a prompt and its answer
 
 @dataclass(frozen=True)
 class Peer:
-    """A server of the benchmark's plan that is not SGLang.
+    """A server of the benchmark's plan that is not SGLang. Fields as of its `Variant`.
 
-    Attributes:
-        name: As in the results.
-        version: As it reports itself.
-        serve: Starts it; what it gives answers `generate_many` and `flush_cache` as a `Server` does.
-        skips: Sets of prompts that it is not measured on.
-        is_greedy: Whether it is measured at temperature 0 only.
-        phase_file: None, as it has no phases.
+    serve: starts it; what it gives answers `generate_many` and `flush_cache` as a `Server` does.
     """
 
     name: str
@@ -50,11 +44,7 @@ class Peer:
 def find(target: str, dtype: str, threads: int | None, gguf: Path | None) -> list[Peer]:
     """Return the peers that are installed, and print which are not.
 
-    Args:
-        target: Folder of the target.
-        dtype: Of its weights, as SGLang names it.
-        threads: PyTorch's or llama.cpp's; None for their own default.
-        gguf: The target for llama.cpp. None: a file beside its weights.
+    threads: None for their own default. gguf: the target for llama.cpp; None: a file beside its weights.
     """
     maker = RequestMaker(target)
     found = [

@@ -22,10 +22,9 @@ PIECE_BYTES, MOST_PIECES = 15 << 20, 4
 
 
 def save(folder: Path, home: Path) -> int:
-    """Write the caches that exist below `home`; return the number of pieces.
+    """Write the caches below `home`, less object files; return the number of pieces.
 
-    Compilers' object files stay: their library has all of them. Raises ValueError if there are more than
-    MOST_PIECES: what does not come back whole is of no use.
+    Raises ValueError above MOST_PIECES: what does not come back whole is of no use.
     """
     archive = io.BytesIO()
     with lzma.open(archive, "wb", preset=1) as packed, tarfile.open(fileobj=packed, mode="w|") as out:

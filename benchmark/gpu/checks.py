@@ -62,8 +62,7 @@ def check_answers(session: Session, least: float = 0.0, is_sampled: bool = False
     """Compare a server's answers with those of the bundled target, recorded on a CPU.
 
     least: of the texts' accept length, a tenth below a CPU's: a draft that reads the wrong rows has less. 0
-    where cycles may draft nothing. is_sampled: check sampled answers too. Returns `compare`'s entries,
-    "accept_length", and "sigmas" of the sampled ones.
+    where cycles may draft nothing. is_sampled: check sampled answers too.
     """
     asked, expected = requests(), json.loads(ANSWERS.read_text())
     together = [*asked, *({"text": asked[0]["text"], **other} for other in OTHERS)]

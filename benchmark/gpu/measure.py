@@ -56,10 +56,7 @@ class Session:
 
 @contextlib.contextmanager
 def running(spec: ServerSpec, begun: Callable[[], None]) -> Iterator[Server]:
-    """Run the server, the one that is held if it is this one.
-
-    begun: Called when it has been released. Raises RuntimeError for an error or a wrong worker.
-    """
+    """Run the server, the held one if it is this one. Raises RuntimeError for an error or a wrong worker."""
     released = held.take(spec)
     begun()
     try:
@@ -90,12 +87,9 @@ def ends(answers: Sequence[dict]) -> list[str]:
 
 
 class Stream(threading.Thread):
-    """A streamed request.
+    """A streamed request: when each chunk came, and the tokens until then.
 
-    Attributes:
-        times, tokens: Of each chunk when it came, and of all chunks until then.
-        end: The last chunk's "meta_info". None: the answer has not ended.
-        error: What came instead of an answer, if anything.
+    end: the last chunk's "meta_info". error: what came instead of an answer.
     """
 
     def __init__(self, url: str, request: dict):
@@ -137,16 +131,9 @@ def until(streams: Sequence[Stream], is_so: Callable[[Stream], bool]) -> None:
 def measure(session: Session, requests: int, context: int | None = None, sampling: dict = GREEDY) -> dict:
     """Measure requests that begin at once, in a window of time in which all of them run.
 
-    Args:
-        session: Of a server.
-        requests: Fewer in a rehearsal.
-        context: Tokens of a prompt, None: as `sizes` say. Prompts are random, without a common prefix, of ids
-            that every vocabulary here has.
-        sampling: Parameters of all requests.
-
-    Returns:
-        {"requests", and those of `rates`, "memory left" on a GPU, "widths" if they adapt, "problems"}. Raises
-        RuntimeError if a request ends before the window does.
+    context: tokens of a prompt; None: as `sizes` say. Prompts are random, without a common prefix, of ids
+    that every vocabulary here has. Returns `rates`, "memory left" on a GPU, "widths" if they adapt, and
+    "problems". Raises RuntimeError if a request ends before the window does.
     """
     server, sizes = session.server, session.sizes
     server.flush_cache()

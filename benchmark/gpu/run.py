@@ -184,10 +184,9 @@ def compiled() -> frozenset[str]:
 
 
 def table(parts: Sequence[Part], seconds: float, done: frozenset[str]) -> str:
-    """Tabulate the parts that a call starts, with their seconds and the minute at which each is over.
+    """Tabulate the parts that a call starts, by the estimates, each server held before.
 
-    By the estimates. The server of each is held before: of the first one before the call. done: keys of
-    COLD_S that are compiled.
+    done: keys of COLD_S that are compiled.
     """
     lines, now = [f"{'seconds':>7}  {'over at':>7}  part"], 0.0
     for part in parts:

@@ -78,13 +78,8 @@ def server(
 ) -> ServerSpec:
     """Describe a server.
 
-    Args:
-        target: The target's path, with more arguments, as a shell would read them.
-        draft: The draft's path. None: no speculation.
-        backend: Of attention. DEFAULT: without `limits`.
-        limits: Arguments.
-        environment: Beside the program's.
-        flags: Those of a draft, beside its path.
+    `target` may have more arguments after its path. DEFAULT as the backend leaves `limits` out. `flags` are
+    of a draft.
     """
     arguments = ["--model-path", *target.split()]
     if backend != DEFAULT:

@@ -20,10 +20,7 @@ PACKAGES = ("sglang", "sglang-dflash", "torch", "triton", "flashinfer-python")
 class Figures:
     """Records {"name", "date", "seconds", "source", "command", "result" or "error"} by name, in a folder.
 
-    Args:
-        folder: Of the figures of all machines. Those of a machine and its versions have a folder in it.
-        setting: {"machine", "versions"}, equal for all figures.
-        out: Folder that gets `page.md` and all figures, as `figures.tar.xz`.
+    Each setting, {"machine", "versions"}, has its folder. `out` gets `page.md`, and all as `figures.tar.xz`.
     """
 
     def __init__(self, folder: Path, setting: dict, out: Path):
