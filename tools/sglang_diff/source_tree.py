@@ -46,35 +46,28 @@ class SourceTree:
 
     Args:
         version: its version, or "unknown".
-        read: returns the bytes of a file by its path from the package's parent folder, or None.
+        root: the folder that the package is in, or a wheel.
     """
 
-    def __init__(self, version: str, read: Callable[[str], bytes | None]):
+    def __init__(self, version: str, root: Path | zipfile.Path):
         self.version = version
-        self._read = functools.cache(read)
+        self._root = root
+        self._read = functools.cache(self._read_file)
         self.parse = functools.cache(self._parse)
         self.files: set[str] = set()  # paths of the modules that have been found
 
     @classmethod
     def open(cls, path: Path) -> "SourceTree":
         """Open a wheel file, or a folder that holds the package. Raises NotSGLang."""
-        if path.is_dir():
-            if not (path / PACKAGE / "srt").is_dir():
-                raise NotSGLang(f"{path}: no {PACKAGE}/srt in this folder")
-            metadata = [entry.name for entry in path.glob(f"{PACKAGE}-*.dist-info")]
-            return cls(_version(metadata), functools.partial(_read_file, path))
-        if not path.is_file():
-            raise NotSGLang(f"{path}: no such file or folder")
         try:
-            archive = zipfile.ZipFile(path)
+            root = path if path.is_dir() else zipfile.Path(path)
         except (zipfile.BadZipFile, OSError) as error:
-            raise NotSGLang(f"{path}: no wheel ({error})") from error
-        names = set(archive.namelist())
-        if not any(name.startswith(f"{PACKAGE}/srt/") for name in names):
-            raise NotSGLang(f"{path}: no {PACKAGE}/srt in this file")
-        folders = {name.partition("/")[0] for name in names}
-        version = _version([name for name in folders if re.fullmatch(rf"{PACKAGE}-.*\.dist-info", name)])
-        return cls(version, lambda name: archive.read(name) if name in names else None)
+            raise NotSGLang(f"{path}: no folder and no wheel ({error})") from error
+        if not (root / PACKAGE / "srt").is_dir():
+            raise NotSGLang(f"{path}: no {PACKAGE}/srt in it")
+        names = [re.fullmatch(rf"{PACKAGE}-(.*)\.dist-info", entry.name) for entry in root.iterdir()]
+        versions = [name[1] for name in names if name]
+        return cls(versions[0] if len(versions) == 1 else "unknown", root)
 
     @classmethod
     def installed(cls) -> "SourceTree":
@@ -83,7 +76,11 @@ class SourceTree:
         if spec is None or not spec.submodule_search_locations:
             raise NotSGLang("SGLang is not installed here")
         folder = Path(next(iter(spec.submodule_search_locations))).parent
-        return cls(importlib.metadata.version(PACKAGE), functools.partial(_read_file, folder))
+        return cls(importlib.metadata.version(PACKAGE), folder)
+
+    def _read_file(self, name: str) -> bytes | None:
+        path = self._root / name
+        return path.read_bytes() if path.is_file() else None
 
     def file_of(self, module: str) -> str | None:
         """Return the path of a module's file."""
@@ -273,13 +270,3 @@ def _is_docstring(statement: ast.stmt) -> bool:
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     )
-
-
-def _version(metadata_folders: list[str]) -> str:
-    names = [name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info") for name in metadata_folders]
-    return names[0] if len(names) == 1 else "unknown"
-
-
-def _read_file(folder: Path, name: str) -> bytes | None:
-    path = folder / name
-    return path.read_bytes() if path.is_file() else None
