@@ -35,23 +35,33 @@ SETTINGS = {
     "cert": ("SSL_CERT_FILE", " "),
     "proxy": ("ALL_PROXY", " "),
 }
-# What to do, and the words of pip's and uv's messages. A build that downloads for itself has the words of a
-# missing connection in its output, so it comes first.
-CAUSES = {
-    "no space left on the disk. It takes about {needed} GB, of which {free:.1f} GB are free now": "os error "
-    "28|No space left",
-    "a package that the index has as source alone cannot be built. OVERRIDE=NAME==VERSION replaces it": "The "
-    "build backend returned an error|Failed building wheel|Failed to build installable wheels",
-    "no connection to the package index. Behind a proxy set HTTPS_PROXY; a mirror is PIP_INDEX_URL": "timed "
-    r"out|NewConnectionError|onnection refused|dns error|Name or service|unreachable|ProxyError|tunnel error"
-    r"|client error \(Connect\)",
-    "the download broke off. The same command goes on with what is there": "IncompleteRead|Connection broken"
-    "|Connection aborted|onnection reset|end of file|early eof|unexpected EOF|request or response body"
-    "|decoding response body|error sending request|Failed to (read from zip|extract)|closed before message"
-    "|Wheel .* is invalid",
-    "the package index lacks something. OVERRIDE=NAME==VERSION replaces a requirement": "No solution found"
-    "|unsatisfiable|ResolutionImpossible|No matching distribution",
-}
+# Words of pip's and uv's messages, and what to do.
+CAUSES = (
+    (
+        r"No space left|os error 28",
+        "no space left on the disk. It takes about {needed} GB, of which {free:.1f} GB are free now",
+    ),
+    (
+        # Before the connection: a build that downloads for itself has the same words in its output.
+        r"The build backend returned an error|Failed building wheel|Failed to build installable wheels",
+        "a package that the index has as source alone cannot be built. OVERRIDE=NAME==VERSION replaces it",
+    ),
+    (
+        r"NewConnectionError|onnection refused|dns error|Name or service|unreachable|timed out|ProxyError"
+        r"|tunnel error|client error \(Connect\)",
+        "no connection to the package index. Behind a proxy set HTTPS_PROXY; a mirror is PIP_INDEX_URL",
+    ),
+    (
+        r"IncompleteRead|Connection broken|Connection aborted|onnection reset|end of file|early eof"
+        r"|unexpected EOF|request or response body|decoding response body|error sending request"
+        r"|Failed to (read from zip|extract)|closed before message|Wheel .* is invalid",
+        "the download broke off. The same command goes on with what is there",
+    ),
+    (
+        r"No solution found|unsatisfiable|ResolutionImpossible|No matching distribution",
+        "the package index lacks something. OVERRIDE=NAME==VERSION replaces a requirement",
+    ),
+)
 # Prints the requirements that the environment lacks. The first word of each is a name.
 MISSING = """
 import sys
@@ -98,7 +108,7 @@ def uv_environment(settings: dict[str, str]) -> dict[str, str]:
 
 def cause_of(output: str, venv: Path) -> str:
     """Return why an installation failed and what to do, as one line."""
-    for cause, words in CAUSES.items():
+    for words, cause in CAUSES:
         if re.search(words, output, re.IGNORECASE):
             free = shutil.disk_usage(venv.parent).free / 1e9
             return cause.format(venv=venv, needed=NEEDED_GB, free=free)
@@ -114,7 +124,8 @@ def run(command: list[str], log: Path, environment: dict[str, str]) -> tuple[int
     with subprocess.Popen(command, env=environment, text=True, **pipes) as child, log.open("a") as file:
         lines = []
         for line in child.stdout:
-            print(f"  {line}", end="", flush=True)
+            if not line.startswith(" + "):  # one for each of 226 packages
+                print(f"  {line}", end="", flush=True)
             file.write(line)
             lines.append(line)
     return child.returncode, "".join(lines)
