@@ -3,7 +3,7 @@
     python benchmark/own_traffic.py WORK --kinds sql mails tests --tokens 5000 20000 80000
 
 Records each kind once, trains a draft on the first tokens of the record, and swaps each draft into one
-server, which answers unseen requests of its kind and two general sets. Steps whose result is in WORK are left
+server, which answers unseen requests of its kind and general ones. Steps whose result is in WORK are left
 out.
 Prints a table, and draws it to WORK/own-traffic.png.
 """
@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from prompt_sets import humaneval
 from serving import describe_cpu
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_traffic"
@@ -114,9 +113,7 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
     found = work / "judged.json"
     judged = json.loads(found.read_text()) if found.exists() else {}
     asked = [json.loads(line)["messages"][0]["content"] for line in GENERAL.read_text().splitlines()]
-    code = [task["messages"][0]["content"] for task in humaneval()[:12]]
-    general = {"asked": asked[:24], "humaneval": code}
-    own = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in TEMPLATES}
+    sets = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in TEMPLATES} | {"asked": asked}
     kinds = {name.partition("-")[0] for name in names}
     if set(names) <= judged.keys():
         return judged
@@ -125,10 +122,10 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
             if name in judged:
                 continue
             swap(url, SERVED if name == "served" else work / name / "draft", name)
-            sets = {kind: own[kind] for kind in (kinds if name == "served" else {name.partition("-")[0]})}
+            labels = [*sorted(kinds), "asked"] if name == "served" else [name.partition("-")[0], "asked"]
             judged[name] = {
-                label: ask(url, prompts, False, 64 if label in own else 32, in_flight=16)
-                for label, prompts in (sets | general).items()
+                label: ask(url, sets[label][:unseen], False, 32 if label == "asked" else 64, in_flight=16)
+                for label in labels
             }
             found.write_text(json.dumps(judged))
             print({name: {label: statistics.mean(x) for label, x in judged[name].items()}}, flush=True)
@@ -171,7 +168,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[5000, 20000, 80000])
-    parser.add_argument("--unseen", type=int, default=24, help="requests of each kind to compare drafts on")
+    parser.add_argument("--unseen", type=int, default=16, help="requests of each set to compare drafts on")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     print(f"{describe_cpu()}; {args}", flush=True)

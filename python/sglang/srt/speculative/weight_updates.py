@@ -14,7 +14,7 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_dflash.srt.configs.checkpoint import read_config
+from sglang_dflash.srt.configs.checkpoint import read_config, tensor_shapes
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
@@ -47,12 +47,20 @@ def on_all_ranks(run: Callable[[], Any]) -> Any:
     return result
 
 
-def owner_of_checkpoint(folder: str) -> str:
-    """Return whose weights a folder has by its config.json, "target" or "draft"."""
-    config = read_config(folder, None) or {}  # trainers write the target's weights without one
+def owner_of_checkpoint(folder: str, draft: Any) -> str:
+    """Return whose weights a folder has, "target" or "draft", by its config.json or tensors."""
+    config = read_config(folder, None)
+    if config is None:  # as trainers write weights
+        modules = {_module_of(canonical_name(name)) for name in tensor_shapes(folder) or ()}
+        return "draft" if modules and modules <= _modules_of_draft(draft) else "target"
     name = (config.get("architectures") or [""])[0]
     is_named = "DraftModel" in name or name in (*FLAT_PEAGLE_ARCHITECTURES, *DSPARK_ARCHITECTURES)
     return "draft" if is_named or "dflash_config" in config or is_speculators_config(config) else "target"
+
+
+def _modules_of_draft(draft: Any) -> set[str]:
+    names = *expected_tensors(draft.config, draft.draft)[0], *IGNORED_TENSORS, *dict(draft.named_parameters())
+    return {_module_of(name) for name in names}
 
 
 @lru_cache(maxsize=1)
@@ -63,8 +71,7 @@ def owner_by_name(draft: Any, target: Any) -> Callable[[str], str]:
     draft's names have no prefix. SGLang's targets take many names without a prefix too. The function raises
     ValueError for a name of both models.
     """
-    names = *expected_tensors(draft.config, draft.draft)[0], *IGNORED_TENSORS, *dict(draft.named_parameters())
-    of_draft = {_module_of(name) for name in names} - {"lm_head"}
+    of_draft = _modules_of_draft(draft) - {"lm_head"}
     of_target = [f".{path}" for path, _ in target.named_modules()]
 
     def owner(name: str) -> str:
@@ -121,7 +128,7 @@ class WeightUpdateRequests(Manager):
 
     def _run(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
         if isinstance(recv_req, io_struct.UpdateWeightFromDiskReqInput):
-            self._owner = owner_of_checkpoint(recv_req.model_path)
+            self._owner = owner_of_checkpoint(recv_req.model_path, self._models["draft"])
         elif isinstance(recv_req, io_struct.UpdateWeightsFromIPCReqInput):
             self._owner = "target"  # the checkpoint engine sends its stream once
         elif isinstance(recv_req, io_struct.UpdateWeightsFromTensorReqInput):

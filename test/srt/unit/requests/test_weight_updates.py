@@ -223,7 +223,7 @@ def folder(path, checkpoint, tensors, has_config=True):
 
 
 def test_checkpoints_on_disk(pair, tmp_path):
-    """Each for its model; a bare folder is the target's, as trainers write it."""
+    """Each for its model. The names of a bare folder, as trainers write it, say whose it is."""
     targets, drafts = tensors_of(TARGET), tensors_of(DRAFT)
     before = state(pair.draft)
     new = targets | changed(targets, NORM)
@@ -234,6 +234,12 @@ def test_checkpoints_on_disk(pair, tmp_path):
     assert same(state(pair.draft), state(build_draft("DFlash", new)))
     assert pair.load(TARGET)[0] and pair.load(DRAFT)[0]
     assert same(state(pair.target), state(build_target(targets))) and same(state(pair.draft), before)
+    assert pair.load(folder(tmp_path / "bare", DRAFT, new, has_config=False))[0]
+    assert same(state(pair.draft), state(build_draft("DFlash", new)))
+    half = folder(tmp_path / "half", DRAFT, dict(list(drafts.items())[::2]), has_config=False)
+    is_done, message = pair.load(half)
+    assert not is_done and "old weights stay" in message
+    assert pair.load(DRAFT)[0] and same(state(pair.target), state(build_target(targets)))
 
 
 # Checkpoint, what becomes of its tensors, what the answer says.
