@@ -5,7 +5,7 @@
 Records each kind once, trains a draft on the first tokens of the record, and swaps each draft into one
 server, which answers unseen requests of its kind and general ones. Steps whose result is in WORK are left
 out.
-Prints a table, and draws it to WORK/own-traffic.png.
+Prints a table of all drafts in WORK, and draws it to WORK/own-traffic.png.
 """
 
 import argparse
@@ -178,29 +178,16 @@ def main() -> None:
         list(pool.map(lambda one: train(args.work, *one), todo))
     names = [f"{kind}-{tokens}" for kind in args.kinds for tokens in sorted(args.tokens)]
     judged = judge(args.work, names, args.unseen)
+    named = [(*name.split("-"), name) for name in judged if name != "served"]
+    names = [name for _, _, name in sorted(named, key=lambda one: (one[0], int(one[1])))]
     trained = {name: json.loads((args.work / name / "trained.json").read_text()) for name in names}
-    titles = (
-        "kind",
-        "trained on (answers)",
-        "steps",
-        "CPU minutes",
-        "unseen requests",
-        "general chat",
-        "HumanEval",
-    )
-    print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
+    print("| kind | trained on (answers) | steps | CPU minutes | unseen requests | general chat |")
+    print("|---|---:|---:|---:|---|---|")
     for name in names:
         kind, one = name.partition("-")[0], trained[name]
-        cells = [
-            kind,
-            f"{one['tokens']:,} ({one['answer']:,})",
-            one["steps"],
-            f"{one['cpu_seconds'] / 60:.1f}",
-        ]
-        cells += [
-            gain(judged["served"][label], judged[name][label]) for label in (kind, "asked", "humaneval")
-        ]
-        print(f"| {' | '.join(map(str, cells))} |")
+        sizes = f"{one['tokens']:,} ({one['answer']:,}) | {one['steps']} | {one['cpu_seconds'] / 60:.1f}"
+        gains = [gain(judged["served"][label], judged[name][label]) for label in (kind, "asked")]
+        print(f"| {kind} | {sizes} | {' | '.join(gains)} |")
     plot(judged, {name: one["tokens"] for name, one in trained.items()}, args.work / "own-traffic.png")
 
 
