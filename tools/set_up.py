@@ -124,7 +124,7 @@ def run(command: list[str], log: Path, environment: dict[str, str]) -> tuple[int
     with subprocess.Popen(command, env=environment, text=True, **pipes) as child, log.open("a") as file:
         lines = []
         for line in child.stdout:
-            if not line.startswith(" + "):  # one for each of 226 packages
+            if not line.startswith((" + ", " - ")):  # one for each of 226 packages
                 print(f"  {line}", end="", flush=True)
             file.write(line)
             lines.append(line)
