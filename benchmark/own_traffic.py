@@ -3,20 +3,17 @@
     python benchmark/own_traffic.py WORK --kinds sql mails tests --tokens 5000 20000 80000
 
 Records each kind once, trains a draft on the first tokens of the record, and swaps each draft into one
-server, which answers unseen requests of its kind and general ones. Steps whose result is in WORK are left
-out.
+server, which answers unseen requests of its kind and general ones. What is in WORK already is not made again.
 Prints a table of all drafts in WORK, and draws it to WORK/own-traffic.png.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -26,22 +23,11 @@ from serving import describe_cpu
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_traffic"
 sys.path.insert(0, str(EXAMPLE))
 
-from loop import GENERAL, SERVED, TARGET, start_server, swap  # noqa: E402
+from loop import GENERAL, SERVED, TARGET, gain, serving, swap  # noqa: E402
 from traffic import TEMPLATES, UNSEEN, ask, questions  # noqa: E402
 
 MAX_TOKENS = 96
 RECORDED_AT_ONCE = 32  # the requests of a round
-
-
-@contextlib.contextmanager
-def server(work: Path, *flags: object) -> Iterator[str]:
-    """Serve the bundled pair, and yield the URL."""
-    process, url = start_server(work / "server.log", *flags)
-    try:
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def lines_of(record: Path) -> list[str]:
@@ -58,7 +44,7 @@ def record(work: Path, kinds: list[str], tokens: int) -> None:
     if not kinds:
         return
     folder = work / "record"
-    with server(work, "--speculative-record", folder, "--speculative-adaptive") as url:
+    with serving(work / "server.log", "--speculative-record", folder) as url:
         taken = len(lines_of(folder))  # by an earlier run
         for kind in kinds:
             began, asked, lines = time.monotonic(), questions(kind, seed=1), []
@@ -93,8 +79,10 @@ def train(work: Path, kind: str, tokens: int) -> None:
     folder.mkdir(exist_ok=True)
     taken, used = [], 0
     for line in (work / f"{kind}.jsonl").read_text().splitlines():
-        if used < tokens:
-            taken, used = [*taken, line], used + tokens_of(line)
+        if used >= tokens:
+            break
+        taken.append(line)
+        used += tokens_of(line)
     (folder / "record.jsonl").write_text("\n".join(taken) + "\n")
     rows, draft = folder / "rows.jsonl", folder / "draft"
     run(folder / "log", "training_rows.py", folder / "record.jsonl", rows)
@@ -112,32 +100,25 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
     """Return the tokens of a cycle in each answer, by draft and by set of prompts."""
     found = work / "judged.json"
     judged = json.loads(found.read_text()) if found.exists() else {}
-    asked = [json.loads(line)["messages"][0]["content"] for line in GENERAL.read_text().splitlines()]
-    sets = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in TEMPLATES} | {"asked": asked}
-    kinds = {name.partition("-")[0] for name in names}
     if set(names) <= judged.keys():
         return judged
-    with server(work) as url:
+    asked = [json.loads(line)["messages"][0]["content"] for line in GENERAL.read_text().splitlines()]
+    kinds = sorted({name.partition("-")[0] for name in names})
+    sets = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in kinds}
+    sets["asked"] = asked[:unseen]
+    with serving(work / "server.log", "--no-speculative-adaptive") as url:
         for name in ["served", *names]:
             if name in judged:
                 continue
             swap(url, SERVED if name == "served" else work / name / "draft", name)
-            labels = [*sorted(kinds), "asked"] if name == "served" else [name.partition("-")[0], "asked"]
+            labels = sets if name == "served" else (name.partition("-")[0], "asked")
             judged[name] = {
-                label: ask(url, sets[label][:unseen], False, 32 if label == "asked" else 64, in_flight=16)
+                label: ask(url, sets[label], False, 32 if label == "asked" else 64, in_flight=16)
                 for label in labels
             }
             found.write_text(json.dumps(judged))
             print({name: {label: statistics.mean(x) for label, x in judged[name].items()}}, flush=True)
     return judged
-
-
-def gain(before: list[float], after: list[float]) -> str:
-    """Describe two accept lengths on the same prompts, and the standard error of their difference."""
-    differences = [new - old for old, new in zip(before, after, strict=True)]
-    error = statistics.stdev(differences) / len(differences) ** 0.5
-    old, new = statistics.mean(before), statistics.mean(after)
-    return f"{old:.3f} -> {new:.3f} ({new / old - 1:+.1%}, ±{error:.3f})"
 
 
 def plot(judged: dict[str, dict[str, list[float]]], tokens: dict[str, int], path: Path) -> None:
@@ -186,8 +167,11 @@ def main() -> None:
     for name in names:
         kind, one = name.partition("-")[0], trained[name]
         sizes = f"{one['tokens']:,} ({one['answer']:,}) | {one['steps']} | {one['cpu_seconds'] / 60:.1f}"
-        gains = [gain(judged["served"][label], judged[name][label]) for label in (kind, "asked")]
-        print(f"| {kind} | {sizes} | {' | '.join(gains)} |")
+        cells = [kind, sizes]
+        for label in (kind, "asked"):
+            old, new, error = gain(judged["served"][label], judged[name][label])
+            cells.append(f"{old:.3f} -> {new:.3f} ({new / old - 1:+.1%}, ±{error:.3f})")
+        print(f"| {' | '.join(cells)} |")
     plot(judged, {name: one["tokens"] for name, one in trained.items()}, args.work / "own-traffic.png")
 
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,27 +47,45 @@ def run(*command: object, is_checked: bool = True) -> int:
     return subprocess.run(words, check=is_checked).returncode
 
 
-def start_server(log: Path, *flags: object) -> tuple[subprocess.Popen, str]:
-    """Serve the bundled pair with whole blocks and more flags. Return the process and its URL."""
+@contextlib.contextmanager
+def serving(log: Path, *flags: object) -> Iterator[str]:
+    """Serve the bundled pair with more flags, and yield the URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [sys.executable, "-m", "sglang.launch_server", "--model-path", TARGET, "--port", port]
-    words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", SERVED]
-    words += ["--no-speculative-adaptive", *flags]
+    words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", SERVED, *flags]
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         words += ["--dtype", "float32"]  # without AVX-512 a CPU multiplies bfloat16 ten times slower
     words = [str(word) for word in words]
     print(f"$ {shlex.join(words)} > {log}", flush=True)
     process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
-    while process.poll() is None:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return process, url
-        except (urllib.error.URLError, OSError):
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while not is_healthy(url):
+            if process.poll() is not None:
+                raise SystemExit(f"The server ended: see {log}.")
             time.sleep(1)
-    raise SystemExit(f"The server ended: see {log}.")
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether a server answers."""
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def gain(before: list[float], after: list[float]) -> tuple[float, float, float]:
+    """Return the mean accept lengths on the same prompts, and the standard error of their difference."""
+    differences = [new - old for old, new in zip(before, after, strict=True)]
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return statistics.mean(before), statistics.mean(after), error
 
 
 def swap(url: str, draft: Path, version: str) -> None:
@@ -101,9 +118,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this process
     unseen = {"seed": UNSEEN, "is_recorded": False, "max_tokens": args.max_tokens}
     began = time.monotonic()
-    with phase("serve"):
-        process, url = start_server(work / "server.log", "--speculative-record", record)
-    try:
+    flags = "--no-speculative-adaptive", "--speculative-record", record
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: print(f"{time.monotonic() - began:.0f} s in all. All files are in {work}."))
+        with phase("serve"):
+            url = stack.enter_context(serving(work / "server.log", *flags))
         with phase("send and record"):
             recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)
             state = json.load(urllib.request.urlopen(f"{url}/server_info"))["internal_states"][0]
@@ -122,16 +141,10 @@ def main() -> int:
                 swap(url, new, "own-1")
             with phase("unseen requests, new draft"):
                 after = send(url, args.kind, args.unseen, **unseen)
-            gains = [new - old for old, new in zip(before, after, strict=True)]
-            error = statistics.stdev(gains) / len(gains) ** 0.5
-            old, new = statistics.mean(before), statistics.mean(after)
-            print(f"\nunseen requests: accept length {old:.3f} -> {new:.3f} ({new / old - 1:+.1%}),", end=" ")
-            print(f"standard error of the gain {error:.3f}")
+            old_length, new_length, error = gain(before, after)
+            print(f"\nunseen requests: accept length {old_length:.3f} -> {new_length:.3f}", end=" ")
+            print(f"({new_length / old_length - 1:+.1%}), standard error of the gain {error:.3f}")
         return status
-    finally:
-        process.terminate()
-        process.wait()
-        print(f"{time.monotonic() - began:.0f} s in all. All files are in {work}.")
 
 
 if __name__ == "__main__":
