@@ -74,14 +74,21 @@ def ask(rule: Callable[[Any], Any], arguments: dict[str, Any]) -> Any:
 
 def dp_attention() -> str:
     """List what does not go with DP attention."""
-    served: dict[str, Any] = {"attn_dp_size": 2, "tp_size": 4, "enable_dp_lm_head": True, "device": "cuda"}
-    served |= {
-        "enable_mixed_chunk": False,
-        "disaggregation_mode": "null",
-        "model_path": None,
-        "revision": None,
-    }
-    changes = {"enable_mixed_chunk": True}, {"disaggregation_mode": "decode"}, {"device": "cpu"}
+    served = dict(
+        attn_dp_size=2,
+        tp_size=4,
+        enable_dp_lm_head=True,
+        enable_mixed_chunk=False,
+        disaggregation_mode="null",
+        device="cuda",
+        model_path=None,
+        revision=None,
+    )
+    changes: list[dict[str, Any]] = [
+        {"enable_mixed_chunk": True},
+        {"disaggregation_mode": "decode"},
+        {"device": "cpu"},
+    ]
     found = [finding for change in changes for finding in ask(support.dp_attention_problems, served | change)]
     with patch.dict(os.environ, SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION="1"):
         found += ask(support.dp_attention_problems, served)
@@ -93,11 +100,23 @@ def dp_attention() -> str:
 
 def whole_blocks() -> str:
     """List settings with which adaptive width verifies whole blocks."""
-    served: dict[str, Any] = {"enable_linear_replayssm_spec": False, "attn_dp_size": 1, "enable_lora": False}
-    served |= {"lora_paths": None, "device": "cuda", "speculative_adaptive_config": None}
+    served = dict(
+        enable_linear_replayssm_spec=False,
+        attn_dp_size=1,
+        enable_lora=False,
+        lora_paths=None,
+        device="cuda",
+        speculative_adaptive_config=None,
+    )
     said = []
-    for change in ({"enable_linear_replayssm_spec": True}, {"attn_dp_size": 2}, {"enable_lora": True}, {}):
-        environment = {"SGLANG_SIMULATE_ACC_LEN": "" if change else "4"}
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"enable_linear_replayssm_spec": True}, ""),
+        ({"attn_dp_size": 2}, ""),
+        ({"enable_lora": True}, ""),
+        ({}, "4"),
+    )
+    for change, simulated in changes:
+        environment = {"SGLANG_SIMULATE_ACC_LEN": simulated}
         args = SimpleNamespace(**served | change)
         with patch.dict(os.environ, environment), patch.object(options.logger, "warning") as warning:
             options.resolve_adaptive(args, True, 8, is_recurrent=True)

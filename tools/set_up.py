@@ -124,7 +124,7 @@ def run(command: list[str], log: Path, environment: dict[str, str]) -> tuple[int
     with subprocess.Popen(command, env=environment, text=True, **pipes) as child, log.open("a") as file:
         lines = []
         for line in child.stdout:
-            if not line.startswith((" + ", " - ")):  # one for each of 226 packages
+            if not line.startswith((" + ", " - ")):  # a line for each package
                 print(f"  {line}", end="", flush=True)
             file.write(line)
             lines.append(line)
@@ -134,7 +134,8 @@ def run(command: list[str], log: Path, environment: dict[str, str]) -> tuple[int
 def install_uv(python: Path, settings: dict[str, str]) -> str | None:
     """Install uv by pip, only from a wheel. Returns why it cannot be had, or None.
 
-    Raises SetUpError if pip alone would fail too.
+    Raises:
+        SetUpError: It failed otherwise, as pip alone would too.
     """
     flags = "--quiet --disable-pip-version-check --only-binary=:all: --retries=2".split()
     command = [str(python), "-m", "pip", "install", *flags, UV]
@@ -168,9 +169,17 @@ def is_complete(venv: Path, wanted: list[str]) -> bool:
 
 
 def set_up(venv: Path, sglang: str, extras: list[str], overrides: list[str], model: Path | None) -> None:
-    """Make the environment, or add what it lacks. Raises SetUpError.
+    """Make the environment, or add what it lacks.
 
-    The arguments are those of the command. `model` is the folder that `models/fetch_smollm2.py` makes.
+    Args:
+        venv: the environment's folder.
+        sglang: the version of SGLang.
+        extras: of pyproject.toml, beside `model`.
+        overrides: requirements that replace others of the same name.
+        model: folder that `models/fetch_smollm2.py` makes; its wheel is downloaded meanwhile. None: no.
+
+    Raises:
+        SetUpError: with the reason, and what to do.
     """
     extras = ["model", *extras]
     if not is_complete(venv, [*requirements(extras), f"sglang=={sglang}"]):
