@@ -17,10 +17,13 @@ built-in DFLASH serves, 2 neither does.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import dropwhile
@@ -58,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(args)
     except (BadInput, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
-        return 2
+    except Exception:
+        traceback.print_exc()  # Python would exit with 1, which is a verdict
+    return 2
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,8 +88,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=64, metavar="N", help=help_tokens)
     help_block = "draft blocks of N tokens, anchor included, instead of the trained size; implies --measure"
     add("--num-draft-tokens", type=int, metavar="N", help=help_block)
-    add("--device", help="for --measure and --serve (default: cuda if there is one)")
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="for --measure")
+    add("--device", help="default: cuda if there is one")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of loaded models")
     args = parser.parse_args(arguments)
     if args.compare and (args.model_path is None or args.texts is None):
         parser.error("--compare needs --model-path and --texts")
@@ -109,10 +114,11 @@ def _compare(args: argparse.Namespace) -> int:
     for path in filter(None, (args.texts, args.general)):
         if not path.exists():
             raise BadInput(f"{path}: no such file")
-    dtype = getattr(torch, args.dtype)
-    gate = compare.Gate(served, new=new, max_new_tokens=args.max_new_tokens, device=args.device, dtype=dtype)
-    own = gate.measure(args.texts)
-    general = None if args.general is None else gate.measure(args.general)
+    how = {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    with _naming_full_memory():
+        gate = compare.Gate(served, new=new, max_new_tokens=args.max_new_tokens, **how)
+        own = gate.measure(args.texts)
+        general = None if args.general is None else gate.measure(args.general)
     against = compare.objections(own, general)
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     if gate.skipped:
@@ -129,7 +135,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     from sglang_dflash.srt.doctor import serve
 
-    flags = list(dropwhile(lambda word: not word.startswith("--"), shlex.split(args.serve)))
+    words = shlex.split(args.serve)
+    flags = list(dropwhile(lambda word: not word.startswith("--"), words))
+    variables = (word for word in words[: len(words) - len(flags)] if "=" in word)
+    os.environ |= dict(word.split("=", 1) for word in variables)
     if args.device is not None:
         flags += ["--device", args.device]
     answer = serve.examine(flags, is_hopper=args.device == "cuda" and not torch.cuda.is_available())
@@ -179,17 +188,24 @@ def _measure(args, pair, prompts):
 
     from sglang_dflash.srt.doctor import measure
 
-    dtype = getattr(torch, args.dtype)
-    try:
-        observed = measure.observe(
-            pair.target, prompts=prompts, max_new_tokens=args.max_new_tokens, device=args.device, dtype=dtype
-        )
+    how = {"device": args.device, "dtype": getattr(torch, args.dtype)}
+    with _naming_full_memory():
+        observed = measure.observe(pair.target, prompts=prompts, max_new_tokens=args.max_new_tokens, **how)
         measured = measure.measure(pair, observed)
+    return measured, list(measure.findings(measured))
+
+
+@contextlib.contextmanager
+def _naming_full_memory() -> Iterator[None]:
+    """Raise BadInput with advice if the device's memory is full."""
+    import torch
+
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise BadInput(
-            "the device has too little memory for both models; try --dtype bfloat16 or --device cpu"
+            "the device has too little memory for the models; try --dtype bfloat16 or --device cpu"
         ) from error
-    return measured, list(measure.findings(measured))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from support.servers import ENVIRONMENT, run_to_end, warm_start
 from sglang_dflash.srt import patching
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.arg_groups.options import add_flags
-from sglang_dflash.srt.doctor.serve import BUILT_IN, OURS, REFUSED, STATUS
+from sglang_dflash.srt.doctor.serve import BUILT_IN, NOT_LOADED, OURS, REFUSED, STATUS
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.plugins import algorithm, entry_points
 
@@ -103,6 +103,14 @@ def decision_of(arguments: list[str], monkeypatch) -> tuple[str, tuple[str, ...]
     decision = Implementation.from_server_args(record)
     by = BUILT_IN if decision.is_builtin else OURS
     return by, decision.because, resolving_view(record).speculative_num_draft_tokens
+
+
+def test_variables_before_the_command():
+    """They may leave the plugin out, and then the built-in serves."""
+    command = "SGLANG_PLUGINS=none", "python", "-m", "sglang.launch_server", *PAIR
+    status, answer = examine(*command, device="cuda")
+    assert (status, answer["served_by"]) == (STATUS[BUILT_IN], BUILT_IN)
+    assert answer["because"] == [NOT_LOADED] and answer["lost"] != []
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)

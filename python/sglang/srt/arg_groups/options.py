@@ -149,7 +149,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-speculative-adaptive",
         "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
-        "off; on a GPU that needs --speculative-adaptive, and begins at the load from which rows cost.",
+        "off; on a GPU that needs --speculative-adaptive.",
         action=_TurnOffAdaptive,
         option="NO_ADAPTIVE",
     )

@@ -249,7 +249,8 @@ def encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
     if not tokenizer.chat_template:
         return tokenizer("\n".join(str(message.get("content", "")) for message in messages)).input_ids
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        named = prompt.get("chat_template_kwargs") or {}
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **named)
     except Exception as error:  # jinja's own, a template's raise_exception among them
         reason = str(error).splitlines()[0]
         raise BadInput(f"{target}: its chat template refuses a prompt: {reason}") from error

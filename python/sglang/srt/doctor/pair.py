@@ -104,7 +104,10 @@ def _download(name: str, with_tensors: bool) -> Path:
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Read a file of JSON lines, each with `text` or with chat `messages`. Raises BadInput."""
+    """Read a file of JSON lines, each with `text` or with chat `messages`. Raises BadInput.
+
+    Chats may have `chat_template_kwargs`, as in a request.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -127,7 +130,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     return prompts
 
 
-# Code to continue, and questions, for which the chat template is used if the target has one.
+# Code to continue, and questions, for which the chat template is used if the target has one. Questions are
+# answered without thinking, as in the training of most published drafts.
 PROMPTS = read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any
 
+from sglang_dflash.srt.arg_groups.fallback import BUILTIN_LACKS
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.configs.checkpoint import FLOATS
 from sglang_dflash.srt.configs.quantization import find_quantization
@@ -22,6 +23,7 @@ from sglang_dflash.srt.environ import DFlashOptions
 logger = logging.getLogger(__name__)
 
 OURS, BUILT_IN, REFUSED = "sglang-dflash", "SGLang's built-in DFLASH", "no implementation"
+NOT_LOADED = "SGLANG_PLUGINS or SGLANG_PLATFORM leaves the plugin out"
 STATUS = {OURS: 0, BUILT_IN: 1, REFUSED: 2}
 # Facts of SGLang's `override_platform`. Its default attention depends on them, and so may who serves.
 HOPPER: dict[str, Any] = {
@@ -91,6 +93,7 @@ def examine(arguments: Sequence[str], is_hopper: bool = False) -> ServeReport:
     """
     from sglang.srt.arg_groups.model_override_base import resolved_view
     from sglang.srt.runtime_context import override_platform
+    from sglang.srt.speculative.spec_registry import get_spec
 
     with _collected_log() as log, override_platform(**(HOPPER if is_hopper else {})):
         try:
@@ -103,6 +106,8 @@ def examine(arguments: Sequence[str], is_hopper: bool = False) -> ServeReport:
         if str(args.speculative_algorithm).upper() != "DFLASH":
             raise BadInput(f"--serve: DFLASH is not requested, but {args.speculative_algorithm}")
         decision = Implementation.from_server_args(server_args)
+        if get_spec("PEAGLE") is None:  # the plugin registers it
+            decision = Implementation("sglang", because=(NOT_LOADED,), lost=BUILTIN_LACKS)
         return ServeReport(
             BUILT_IN if decision.is_builtin else OURS,
             device=f"{args.device}, a Hopper GPU that this machine lacks" if is_hopper else args.device,

@@ -5,6 +5,7 @@ import math
 import random
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from support.drafts import make_draft
 from transformers import AutoTokenizer
 
 from sglang_dflash import doctor
+from sglang_dflash.srt.doctor import compare as gate
 from sglang_dflash.srt.doctor.compare import LEAST_TEXTS, Outcome, Record, Text, objections
 from sglang_dflash.srt.doctor.pair import BadInput
 from sglang_dflash.srt.observability.record import describe_target
@@ -170,6 +172,20 @@ def test_what_cannot_be_compared_is_refused(case, words, texts, tmp_path, capsys
     [line] = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("doctor: ")
     assert re.search(words, line)
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (torch.OutOfMemoryError("full"), "doctor: the device has too little memory for the models"),
+        (RuntimeError("of a new kind"), "RuntimeError: of a new kind"),
+    ],
+)
+def test_no_error_looks_like_a_verdict(error, words, texts, monkeypatch, capsys):
+    """Python ends with status 1 after an error."""
+    monkeypatch.setattr(gate, "load_target", Mock(side_effect=error))
+    assert compare(DRAFT, DRAFT, "--texts", texts) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--compare", "a", "b"], ["--compare", "a", "b", "--texts", "c"]])

@@ -16,10 +16,12 @@ from support.drafts import make_draft, read_config
 from support.faults import FAULTS, without
 from support.quantized_drafts import write_quantized
 from training import quantization_cost
+from transformers import AutoTokenizer
 
 from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, static_checks
 from sglang_dflash.srt.doctor.interpretations import other_interpretations
+from sglang_dflash.srt.doctor.measure import encode
 from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.report import as_json, page
@@ -210,6 +212,17 @@ def test_bad_files_are_one_line(more, said, tmp_path, capsys):
     assert examine(DRAFT, *(part.format(tmp_path) for part in more)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and re.fullmatch(f"doctor: .*({said}).*\n", captured.err), captured.err
+
+
+def test_a_chat_names_arguments_of_its_template():
+    """As a request does. The built-in chats are answered without thinking."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    tokenizer.chat_template = "{{ 'thinks' if enable_thinking | default(true) else 'answers' }}"
+    chats = [prompt for prompt in PROMPTS if "messages" in prompt]
+    bare = {"messages": chats[0]["messages"]}
+    encoded = {tuple(encode(chat, tokenizer, "target")) for chat in chats}
+    assert encoded == {tuple(tokenizer("answers", add_special_tokens=False).input_ids)}
+    assert encode(bare, tokenizer, "target") == tokenizer("thinks", add_special_tokens=False).input_ids
 
 
 def test_a_draft_is_no_target(capsys):
