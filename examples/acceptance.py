@@ -30,6 +30,8 @@ def from_answer(url: str) -> None:
 
 def from_metrics(url: str) -> None:
     page = requests.get(f"{url}/metrics", timeout=60)
+    if page.status_code == requests.codes.not_found:
+        raise SystemExit("all requests: start the server with --enable-metrics")
     page.raise_for_status()
     totals, at_position = Counter(), Counter()
     for family in text_string_to_metric_families(page.text):

@@ -2,12 +2,18 @@
 
 import itertools
 import json
+import os
 import runpy
+import subprocess
+import sys
 
 import pytest
 import torch
+from datasets import Dataset
 from muon import Muon
-from serving import ROOT
+from safetensors.torch import load_file
+from serving import ROOT, TARGET
+from transformers import AutoModelForCausalLM
 
 EXAMPLE = ROOT / "examples" / "own_traffic"
 GENERAL = ROOT / "models" / "training" / "prompts" / "smollm2-answers.npz"
@@ -30,6 +36,30 @@ def test_general_rows_have_their_share_of_answers(tmp_path):
     general = sum(sum(row.written) for row in rows if row.kind != "own")
     assert len(own) == 40 and all(sum(row.written) == 200 for row in own)
     assert 0.3 <= general / (general + 8000) < 0.34
+
+
+def test_states_are_inputs_of_layers(tmp_path, monkeypatch):
+    """The last entry is the input of the final norm."""
+    rows = [[5, 6, 7, 8], [9, 10, 11]]
+    Dataset.from_dict({"input_ids": rows}).with_format("torch").save_to_disk(tmp_path / "data")
+    words = ["states.py", tmp_path / "data", TARGET, tmp_path / "states", 3, 6, 10, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    runpy.run_path(str(EXAMPLE / "states.py"), run_name="__main__")
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).model
+    before_norm = []
+    model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0][0]))
+    found = model(input_ids=torch.tensor([rows[1]]), output_hidden_states=True).hidden_states
+    kept = load_file(tmp_path / "states" / "hs_1.safetensors")
+    assert kept["token_ids"].tolist() == rows[1]
+    expected = [*(found[i][0] for i in (3, 6, 10)), before_norm[0]]
+    assert torch.equal(kept["hidden_states"], torch.stack(expected, dim=1))
+
+
+def test_the_trainers_device_is_a_cpu():
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE / "cpu")}
+    script = "import torch; print(torch.zeros(2).to(0).device.type, torch.accelerator.is_available())"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["cpu", "False"], done.stderr
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
