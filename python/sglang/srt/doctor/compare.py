@@ -144,7 +144,7 @@ def objections(own: Outcome, general: Outcome | None) -> list[str]:
 def check_replaces(served: Pair, new: Pair) -> None:
     """Raise BadInput unless a weight update can put a draft in another's place.
 
-    An update reads no config, so what the config says must be equal.
+    An update changes weights alone, so what the configs say must be equal.
     """
     for pair in (served, new):
         if pair.config_faults:

@@ -6,6 +6,7 @@ A draft's tensors are checked before anything is written.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from functools import lru_cache, partial, partialmethod
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from sglang.srt.managers import io_struct
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Manager
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.hf_transformers_utils import get_config
 
 from sglang_dflash.srt.configs.checkpoint import read_config, tensor_shapes
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
-from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES
+from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.layers.plain_weight import hold_plain_weights
@@ -61,6 +63,20 @@ def owner_of_checkpoint(folder: str, draft: Any) -> str:
 def _modules_of_draft(draft: Any) -> set[str]:
     names = *expected_tensors(draft.config, draft.draft)[0], *IGNORED_TENSORS, *dict(draft.named_parameters())
     return {_module_of(name) for name in names}
+
+
+def check_config(folder: str, draft: Any) -> None:
+    """Raise ValueError if a folder's config.json describes another draft than the served one.
+
+    An update changes weights alone. A block may have any size, as a flag may have set the served one's.
+    """
+    new = read_draft_config(get_config(folder, trust_remote_code=False), folder)
+    names = [field.name for field in fields(new) if field.compare]
+    before, after = ({name: getattr(config, name, None) for name in names} for config in (draft.draft, new))
+    different = [name for name in names if before[name] != after[name]]
+    if different := [name for name in different if name not in ("block_size", "speculative_tokens")]:
+        values = ", ".join(f"{name} {before[name]} and {after[name]}" for name in different)
+        raise ValueError(f"an update changes weights alone, but the configs differ in {values}")
 
 
 @lru_cache(maxsize=1)
@@ -129,6 +145,8 @@ class WeightUpdateRequests(Manager):
     def _run(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
         if isinstance(recv_req, io_struct.UpdateWeightFromDiskReqInput):
             self._owner = owner_of_checkpoint(recv_req.model_path, self._models["draft"])
+            if self._owner == "draft" and read_config(recv_req.model_path, None) is not None:
+                check_config(recv_req.model_path, self._models["draft"])
         elif isinstance(recv_req, io_struct.UpdateWeightsFromIPCReqInput):
             self._owner = "target"  # the checkpoint engine sends its stream once
         elif isinstance(recv_req, io_struct.UpdateWeightsFromTensorReqInput):

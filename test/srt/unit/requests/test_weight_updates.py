@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from support.draft_cases import BASE, random_weights
+from support.drafts import make_draft
 from support.engine import build, read_config
 from support.parity import assert_same
 from support.quantized_drafts import quantize, write
@@ -240,6 +241,17 @@ def test_checkpoints_on_disk(pair, tmp_path):
     is_done, message = pair.load(half)
     assert not is_done and "old weights stay" in message
     assert pair.load(DRAFT)[0] and same(state(pair.target), state(build_target(targets)))
+
+
+def test_another_drafts_config_on_disk(pair, tmp_path):
+    """Its weights may fit, and would accept little. A flag may have set the served draft's block size."""
+    before = state(pair.draft)
+    other = make_draft(tmp_path / "other", dflash_config={"target_layer_ids": [1, 4, 7, 9]})
+    is_done, message = pair.load(other)
+    assert not is_done and "old weights stay" in message and "differ in target_layer_ids (" in message
+    assert same(state(pair.draft), before)
+    assert pair.load(make_draft(tmp_path / "longer", block_size=16))[0]
+    assert pair.load(DRAFT)[0]
 
 
 # Checkpoint, what becomes of its tensors, what the answer says.
