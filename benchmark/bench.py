@@ -12,7 +12,7 @@
 
 All servers run at the same time and are measured in turn, A B C A B C. A ratio is of two runs of the same
 round, which have the same prompts. On a GPU the servers share its memory: choose few with --servers, and give
-each its part with --server-args "--mem-fraction-static 0.25".
+each its part of a small target with --server-args "--mem-fraction-static 0.25".
 
 Writes a page, the raw figures and a plot to benchmark/results/.
 """
