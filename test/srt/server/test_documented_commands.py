@@ -55,7 +55,6 @@ REQUESTS = [command for command in COMMANDS if command.words[0] == "curl"]
 NOT_RUN = (
     *("git clone", "pip install", "python -m venv clients", "clients/bin/pip install"),
     *("clients/bin/guidellm run", "clients/bin/aiperf profile", "spec/bin/", "cd models", "PYTHONPATH=../"),
-    "speculators generate-offline-data",
 )
 EXAMPLES = ROOT / "examples"
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
