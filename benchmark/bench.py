@@ -6,7 +6,7 @@
     python benchmark/bench.py --target T --draft D --prompts humaneval mine=FILE --concurrency 1 8
     python benchmark/bench.py --draft D1 D2                     # drafts side by side
     python benchmark/bench.py --peers     # also transformers, and llama.cpp and vLLM if they are installed
-    python benchmark/bench.py --temperature 0 --max-new-tokens 96 --threads 2 --rounds 3 --requests-per-slot 3 \\
+    python benchmark/bench.py --temperature 0 --max-new-tokens 96 --threads 2 --requests-per-slot 3 \\
         --servers none-ours adaptive-copies                     # what README's figures are from
     python benchmark/bench.py --peer-env SGLANG_PLUGINS=none    # also SGLang's built-in DFLASH (needs a GPU)
 

@@ -38,10 +38,10 @@ def update(url: str, folder: str, version: str) -> None:
 
 def main(url: str, target: str, draft: str | None = None) -> None:
     roll_out(url, "before")
-    update(url, target, "step-1")
+    update(url, target, "1")
     roll_out(url, "with the new target")
     if draft:
-        update(url, draft, "step-1-draft")
+        update(url, draft, "1")
         roll_out(url, "with the new draft")
 
 

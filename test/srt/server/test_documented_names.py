@@ -31,6 +31,7 @@ OTHER_PROGRAMS = {
     "--per-chunk-usage": "aiperf's",
     **dict.fromkeys(("--draft-vocab-size", "--from-pretrained", "--num-layers"), "the speculators library's"),
     **dict.fromkeys(("--sliding-window", "--full-attention-indices"), "the speculators library's"),
+    "--num-depths": "the speculators library's",
     "--sglang-": "slime's",
     "--sglang-speculative-algorithm": "slime's",
     "--update-weight-transport": "slime's",
