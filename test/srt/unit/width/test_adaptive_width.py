@@ -190,8 +190,8 @@ def rows_of(reqs: Sequence[SimpleNamespace]) -> torch.Tensor:
     return torch.tensor([req.row for req in reqs])
 
 
-def prompts_of(*reqs: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(new_reqs=reqs, table_rows=rows_of(reqs).numpy())
+def prompts_of(*reqs: SimpleNamespace, running: Sequence[SimpleNamespace] = ()) -> SimpleNamespace:
+    return SimpleNamespace(new_reqs=reqs, table_rows=rows_of([*reqs, *running]).numpy())
 
 
 def adaptive(group=None, row=0.06, log_every=40) -> AdaptiveLengths:
@@ -242,7 +242,8 @@ def test_blocks_of_one_length_beside_a_custom_logit_processor():
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():
     width, old, new = adaptive(), batch_of(request(3)), batch_of(request(3))
     width.begin_prefill(prompts_of(*old.reqs))
-    run(width, old, 30, lambda plan: [0])
+    plans = run(width, old, 30, lambda plan: plan.max_accept)
+    assert plans[-1].max_accept[0] > 0, "the last cycle must say something"
     # Under overlap scheduling, before the old one's last cycle is known.
     width.begin_prefill(prompts_of(*new.reqs))
     width.on_accept_lens([0], None)
@@ -255,10 +256,20 @@ def test_running_requests_of_a_mixed_batch_are_not_new():
     width.begin_prefill(prompts_of(*running.reqs))
     choose(width, running)
     width.on_launched()
-    width.begin_prefill(prompts_of(request(2)))
+    width.begin_prefill(prompts_of(request(2), running=running.reqs))
     width.on_accept_lens([0], None)
     known, new = width.policy.acceptance.survival(np.array([1, 2]))
     assert known[0] < new[0]
+
+
+def test_accept_lengths_are_of_the_oldest_cycle():
+    width, batches = adaptive(), [batch_of(request(1)), batch_of(request(2))]
+    width.begin_prefill(prompts_of(request(1), request(2)))
+    for batch in batches:
+        choose(width, batch)
+    width.on_accept_lens([0], None)
+    first, second = width.policy.acceptance.survival(np.array([1, 2]))
+    assert first[0] < second[0]
 
 
 def test_copies_say_nothing_about_the_draft():
@@ -304,6 +315,7 @@ def test_ranks_take_what_rank_0_chose(monkeypatch):
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     group = SimpleNamespace(world_size=2, rank_in_group=1, ranks=[6, 7], cpu_group="host")
     width = adaptive(group=group, log_every=1)
+    monkeypatch.setattr(width.policy, "choose", None)
     plan = choose(width, batch_of(request(0), request(1)))
     assert broadcasts == [(6, "host")] and plan.verify_len == 4
     assert plan.layout.num_draft_tokens.tolist() == [3, 3] and plan.copies.tolist() == [False, True]
