@@ -138,7 +138,7 @@ def _serve(args: argparse.Namespace) -> int:
     words = shlex.split(args.serve)
     flags = list(dropwhile(lambda word: not word.startswith("--"), words))
     variables = (word for word in words[: len(words) - len(flags)] if "=" in word)
-    os.environ.update(word.split("=", 1) for word in variables)
+    os.environ.update(dict(word.split("=", 1) for word in variables))
     if args.device is not None:
         flags += ["--device", args.device]
     answer = serve.examine(flags, is_hopper=args.device == "cuda" and not torch.cuda.is_available())
