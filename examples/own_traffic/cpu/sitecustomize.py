@@ -10,4 +10,6 @@ torch.accelerator.current_accelerator = lambda check_available=False: (
 )
 torch.accelerator.is_available, torch.accelerator.synchronize = lambda: False, lambda device=None: None
 for kind in (torch.Tensor, torch.nn.Module):  # the trainer moves everything to device 0
-    kind.to = lambda self, *a, to=kind.to, **k: to(self, *(["cpu", *a[1:]] if a and a[0] == 0 else a), **k)
+    kind.to = lambda self, *a, to=kind.to, **k: to(
+        self, *(["cpu", *a[1:]] if a and type(a[0]) is int else a), **k
+    )

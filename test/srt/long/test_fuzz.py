@@ -234,6 +234,8 @@ def test_no_answer_differs(trained, draft, block, schedule, hybrid, deepseek, tm
     assert len(report["cycles_per_width"]) > 3, report
     assert bool(report["arriving"]) == (schedule == "late lengths"), report
     assert {"FINISH_ABORT", "FINISH_LENGTH", "FINISH_MATCHED_TOKEN", "FINISH_MATCHED_STR"} <= kinds.keys()
-    is_small = "--max-total-tokens" in server  # then prefixes are evicted or requests retracted
-    assert kinds["cached"] or is_small and kinds["retractions"], kinds
-    assert is_small or not kinds["retractions"], kinds
+    is_small = "--max-total-tokens" in server
+    if is_small and target == hybrid:  # its states are cached at few places: seldom both
+        assert kinds["cached"] or kinds["retractions"], kinds
+    else:
+        assert kinds["cached"] and bool(kinds["retractions"]) == is_small, kinds

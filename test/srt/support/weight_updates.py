@@ -99,6 +99,7 @@ class Pair:
             dtype=torch.float32,
             quantization=None,
             hf_config=model.config,
+            model_override_args={},
         )
         runner.weight_updater = WeightUpdater(
             tp_rank=rank,

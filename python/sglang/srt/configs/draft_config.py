@@ -5,8 +5,9 @@ Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers`
 by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as all_fields
 from typing import Any, ClassVar, Self
 
 from sglang_dflash.srt.configs.fields import (
@@ -183,6 +184,22 @@ class DFlashDraftConfig:
             if value is not None and fields.find(name) is None
         )
         return values | {"remarks": remarks}
+
+    def differences(self, other: "DFlashDraftConfig", but: Collection[str] = ()) -> str:
+        """Name the fields that differ, each with both values.
+
+        Args:
+            other: the config to compare with, perhaps of another kind.
+            but: fields that may differ.
+
+        Returns:
+            The names and values as text, empty if no field differs.
+        """
+        configs = self, other
+        names = dict.fromkeys(one.name for config in configs for one in all_fields(config) if one.compare)
+        values = [(name, *(getattr(config, name, None) for config in configs)) for name in names]
+        different = [each for each in values if each[1] != each[2] and each[0] not in but]
+        return ", ".join(f"{name} {before} and {after}" for name, before, after in different)
 
     def with_remarks(self, remarks: Sequence[str]) -> Self:
         return replace(self, remarks=(*remarks, *self.remarks))

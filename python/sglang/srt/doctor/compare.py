@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +149,10 @@ def check_replaces(served: Pair, new: Pair) -> None:
     for pair in (served, new):
         if pair.config_faults:
             raise BadInput(f"{pair.draft.name}: {pair.config_faults[0].problem}")
-    before, after = (asdict(replace(pair.config, remarks=())) for pair in (served, new))
-    if differing := [name for name in before | after if before.get(name) != after.get(name)]:
-        values = ", ".join(f"{name} {before.get(name)} and {after.get(name)}" for name in differing)
-        raise BadInput(f"{new.draft.name}: a swap changes weights alone, but the configs differ in {values}")
+    if different := served.config.differences(new.config):
+        raise BadInput(
+            f"{new.draft.name}: a swap changes weights alone, but the configs differ in {different}"
+        )
     # The new tensors, by the served draft's config.
     tensors = Pair(served.target, Checkpoint(new.draft.folder, new.draft.name, served.draft.config))
     found = tensors.examined_tensors

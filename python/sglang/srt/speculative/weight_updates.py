@@ -6,7 +6,6 @@ A draft's tensors are checked before anything is written.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields
 from functools import lru_cache, partial, partialmethod
 from typing import Any
 
@@ -49,9 +48,8 @@ def on_all_ranks(run: Callable[[], Any]) -> Any:
     return result
 
 
-def owner_of_checkpoint(folder: str, draft: Any) -> str:
+def owner_of_checkpoint(folder: str, config: dict[str, Any] | None, draft: Any) -> str:
     """Return whose weights a folder has, "target" or "draft", by its config.json or tensors."""
-    config = read_config(folder, None)
     if config is None:  # as trainers write weights
         modules = {_module_of(canonical_name(name)) for name in tensor_shapes(folder) or ()}
         return "draft" if modules and modules <= _modules_of_draft(draft) else "target"
@@ -65,18 +63,20 @@ def _modules_of_draft(draft: Any) -> set[str]:
     return {_module_of(name) for name in names}
 
 
-def check_config(folder: str, draft: Any) -> None:
+def check_config(folder: str, overrides: dict[str, Any], draft: Any) -> None:
     """Raise ValueError if a folder's config.json describes another draft than the served one.
 
     An update changes weights alone. A block may have any size, as a flag may have set the served one's.
+
+    Args:
+        folder: the checkpoint.
+        overrides: fields of `--json-model-override-args`, which the served config has too.
+        draft: the served draft's model.
     """
-    new = read_draft_config(get_config(folder, trust_remote_code=False), folder)
-    names = [field.name for field in fields(new) if field.compare]
-    before, after = ({name: getattr(config, name, None) for name in names} for config in (draft.draft, new))
-    different = [name for name in names if before[name] != after[name]]
-    if different := [name for name in different if name not in ("block_size", "speculative_tokens")]:
-        values = ", ".join(f"{name} {before[name]} and {after[name]}" for name in different)
-        raise ValueError(f"an update changes weights alone, but the configs differ in {values}")
+    config = get_config(folder, trust_remote_code=False, model_override_args=overrides)
+    new = read_draft_config(config, folder)
+    if different := draft.draft.differences(new, but=("block_size", "speculative_tokens")):
+        raise ValueError(f"an update changes weights alone, but the configs differ in {different}")
 
 
 @lru_cache(maxsize=1)
@@ -144,9 +144,12 @@ class WeightUpdateRequests(Manager):
 
     def _run(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
         if isinstance(recv_req, io_struct.UpdateWeightFromDiskReqInput):
-            self._owner = owner_of_checkpoint(recv_req.model_path, self._models["draft"])
-            if self._owner == "draft" and read_config(recv_req.model_path, None) is not None:
-                check_config(recv_req.model_path, self._models["draft"])
+            folder, draft = recv_req.model_path, self._models["draft"]
+            config = read_config(folder, None)
+            self._owner = owner_of_checkpoint(folder, config, draft)
+            if config and self._owner == "draft":
+                runner = dict(super()._select_runners())["draft"]
+                check_config(folder, runner.model_config.model_override_args, draft)
         elif isinstance(recv_req, io_struct.UpdateWeightsFromIPCReqInput):
             self._owner = "target"  # the checkpoint engine sends its stream once
         elif isinstance(recv_req, io_struct.UpdateWeightsFromTensorReqInput):

@@ -254,6 +254,15 @@ def test_another_drafts_config_on_disk(pair, tmp_path):
     assert pair.load(DRAFT)[0]
 
 
+def test_overrides_are_read_into_a_new_drafts_config(pair, tmp_path, monkeypatch):
+    """The served one has them."""
+    of_draft = pair.runners[1].model_config
+    short = make_draft(tmp_path / "short", max_position_embeddings=99)
+    assert "differ in max_position_embeddings 4096 and 99" in pair.load(short)[1]
+    monkeypatch.setattr(of_draft, "model_override_args", {"max_position_embeddings": 4096})
+    assert pair.load(short)[0] and pair.load(DRAFT)[0]
+
+
 # Checkpoint, what becomes of its tensors, what the answer says.
 BROKEN = {
     "half of a draft": (DRAFT, lambda tensors: dict(list(tensors.items())[::2]), "old weights stay"),
