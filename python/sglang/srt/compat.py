@@ -46,13 +46,6 @@ def run_as_draft(ranks: Any) -> AbstractContextManager[None]:
     return draft_tp_context(ranks.local_dp if isinstance(ranks, DraftRanks) else ranks)
 
 
-def budgeted_draft_bytes(configurator: Any) -> int | None:
-    """Return the bytes of draft KV per token that SGLang has sized the pools with."""
-    if hasattr(configurator, "dflash_draft_cell_size_per_token"):
-        return configurator.dflash_draft_cell_size_per_token
-    return configurator.spec_aux_config.dflash_draft_cell_size_per_token  # 0.5.22
-
-
 def mixed_batches_cache_states() -> bool:
     """Return whether the prefix cache gets right recurrent states from mixed batches.
 

@@ -75,28 +75,6 @@ def _parse_bytes(text: str) -> int:
     return int(float(found[1]) * 1000 ** " KMGT".index(found[2] or " "))
 
 
-# Flags and variables that left, and what replaces them. `docs/dev/shelf.md` has the commits.
-_INSTEAD_OF_PLANS = (
-    "on FlashInfer SGLANG_DFLASH_WAIT_UNDER_DRAFT=1 spares most of the same wait, with "
-    "--speculative-draft-attention-backend fa3 or triton"
-)
-_INSTEAD_OF_FP8_HEAD = "drafts use the head as it is"
-LEFT = {
-    "--speculative-draft-head-dtype": _INSTEAD_OF_FP8_HEAD,
-    "SGLANG_DFLASH_DRAFT_HEAD_DTYPE": _INSTEAD_OF_FP8_HEAD,
-    "--speculative-plans-within-bounds": _INSTEAD_OF_PLANS,
-    "SGLANG_DFLASH_PLANS_WITHIN_BOUNDS": _INSTEAD_OF_PLANS,
-    "SGLANG_DFLASH_CHECK_PLANS": "SGLang's own plans are of exact lengths, so that there is nothing to check",
-}
-
-
-def check_variables_that_left() -> None:
-    """Raise ValueError for a variable that asks for what is no longer here."""
-    for name, instead in LEFT.items():
-        if os.environ.get(name, "0") not in ("", "0", "auto"):
-            raise ValueError(f"{name} has left the plugin: {instead}.")
-
-
 class DFlashOptions:
     """Every option. The settings classes that use an option check its range."""
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
-from sglang_dflash.srt.speculative.drafters import copies
 
 
 class Outcomes(CycleObserver):
@@ -28,7 +27,7 @@ class Outcomes(CycleObserver):
 class Watch(Outcomes):
     """Compares texts after each cycle.
 
-    late: whether the host learns of matches a cycle or two late, and so skips drafts as on a GPU.
+    late: whether the host learns of matches a cycle or two late, as on a GPU.
     """
 
     def __init__(self, path: Path, late: bool = True):
@@ -39,7 +38,6 @@ class Watch(Outcomes):
         """Register in the scheduler's process."""
         super().__call__(scheduler)
         self.worker.copies.knows_matches_on_host = not self.late
-        copies.WHOLE_CYCLES = 2  # sooner, and so more often wrongly
 
     def on_committed(self, batch, cycle, aux_hidden, accepted):
         """Compare the texts."""

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option
+from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.record import FILE_BYTES
 from sglang_dflash.srt.patching import LOAD, patches
 from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, AdaptiveSettings
@@ -62,22 +62,6 @@ class _TurnOffAdaptive(_TurnOn):
         namespace.speculative_adaptive = False
 
 
-class _Left(argparse.Action):
-    """Refuse a flag that left, and say what replaces it."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{self.option_strings[0]} has left the plugin: {LEFT[self.option_strings[0]]}.")
-
-
-def _draft_quantization(method: str) -> str:
-    """Return a value of --speculative-draft-model-quantization; refuse `packed` by name."""
-    if method == "packed":
-        raise argparse.ArgumentTypeError(
-            "packed: a quantized draft is dequantized at load; leave the flag out"
-        )
-    return method
-
-
 @patches(
     "sglang.srt.server_args.ServerArgs.add_cli_args",
     at=LOAD,
@@ -93,9 +77,6 @@ def add_cli_args(original: Callable[[Any], None], parser: argparse.ArgumentParse
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our flags to SGLang's parser."""
-    for action in parser._actions:
-        if action.dest == "speculative_draft_model_quantization":
-            action.type = _draft_quantization
     group = parser.add_argument_group("sglang-dflash")
 
     def add(flag: str, help: str, **options: Any) -> None:
@@ -111,7 +92,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--speculative-copy-ahead",
         "If a request's last tokens occur earlier in its prompt or output, propose what followed them there "
-        "instead of the draft's block. Cycles in which all requests copy skip the draft. Lossless.",
+        "instead of the draft's block. Cycles in which all requests copy skip the draft (on a GPU with "
+        "--speculative-adaptive). Lossless.",
         action=_TurnOn,
         option="COPY_AHEAD",
     )
@@ -153,8 +135,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=_TurnOffAdaptive,
         option="NO_ADAPTIVE",
     )
-    for flag in (name for name in LEFT if name.startswith("--")):
-        add(flag, argparse.SUPPRESS, action=_Left, nargs="?")
 
 
 def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurrent: bool) -> None:
@@ -201,8 +181,8 @@ def _reason_against_adaptive(args: Any, is_recurrent: bool) -> str | None:
         return "not supported with ReplaySSM"
     if args.attn_dp_size > 1:
         return "not supported with DP attention, where each rank would choose its own width"
-    if (args.enable_lora or args.lora_paths) and args.device != "cpu":
-        return "not supported with LoRA on a GPU, where SGLang sizes the adapters' graphs for one width"
+    if args.enable_lora or args.lora_paths:
+        return "not supported with LoRA, which SGLang applies to blocks of one width"
     if simulates_one_length():
         return "not supported with SGLANG_SIMULATE_ACC_LEN, which accepts equally much of all requests"
     return None

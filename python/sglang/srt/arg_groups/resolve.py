@@ -38,12 +38,7 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import quantization_of
-from sglang_dflash.srt.environ import (
-    CPU_ATTENTION_BACKEND,
-    SOURCE,
-    DFlashOptions,
-    check_variables_that_left,
-)
+from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE, DFlashOptions
 from sglang_dflash.srt.speculative.targets.kinds import check_embedding, find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
@@ -138,7 +133,6 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
         logger.warning("DFLASH: the draft's %s.", text)
     _check_mask_token(args, draft, target_config.vocab_size)
     block_size = choose_block_size(args, draft)
-    check_variables_that_left()
     check_simulated_lens(block_size)
     check_copy_ahead(block_size)
     check_record_options()

@@ -11,6 +11,7 @@ same slots. The bonus token at position n has none. The block covers n..n+B-1. I
 accepted, n + a + 1 tokens are committed. The draft's KV for n..n+a comes from the aux hidden states of this
 step's verify."""
 
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from sglang_dflash.srt.speculative.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.lengths import check_backends
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
-from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, CyclesInFlight, Proposals
+from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
@@ -47,7 +48,7 @@ from sglang_dflash.srt.speculative.drafters.blocks import draft_blocks
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft, without_logits_buffer
 from sglang_dflash.srt.speculative.drafters.copies import Copies, CopySource, CopyStats, Matches
 from sglang_dflash.srt.speculative.idle_rank import run_idle
-from sglang_dflash.srt.speculative.kv_pool import check_kv_budget, limit_to_kv_pool
+from sglang_dflash.srt.speculative.kv_pool import check_shares_slots, limit_to_kv_pool
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import warm_up
 from sglang_dflash.srt.speculative.width.controller import LengthChooser, WholeBlocks
@@ -89,7 +90,7 @@ class DFlashWorker(BaseSpecWorker):
         self.copies = CopySource(self.block_size, CopyStats(self.metrics))
         self.tp_sync = SpecTpSync(get_dp_tp_group())
         self._lengths: LengthChooser = WholeBlocks(self.block_size)
-        self._in_flight = CyclesInFlight()
+        self._in_flight: deque[CycleInFlight] = deque()  # launched cycles, oldest first
         self._recorder = start_recording(target_worker, self.metrics.count_recorded)
         self.observers: list[CycleObserver] = []
 
@@ -110,11 +111,11 @@ class DFlashWorker(BaseSpecWorker):
         with as_draft(self.draft_parallel_layout):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
-        check_kv_budget(target_runner, self._draft_worker.model_runner)
+        check_shares_slots(target_runner, self._draft_worker.model_runner)
         log_if_states_cap_batch(target_runner, self.block_size)
         self.drafter.attach_pools(target_runner)
         limit_to_kv_pool(target_runner)
-        self.verify_tail = VerifyTail(self.drafter, target_runner, self._draft_worker.model_runner)
+        self.verify_tail = VerifyTail(self.drafter, target_runner)
         num_rows = target_runner.req_to_token_pool.req_to_token.shape[0]
         self.penalties = Penalties(num_rows, target_runner.model_config.vocab_size, self.device)
         self.acceptor = Acceptor.for_server(target_runner, self.tp_sync, self.metrics)
@@ -191,7 +192,8 @@ class DFlashWorker(BaseSpecWorker):
         accept_lens = num_correct_drafts_per_req
         if not accept_lens:
             return  # an idle rank
-        cycle = self._in_flight.complete(accept_lens)
+        cycle = self._in_flight.popleft()
+        assert len(accept_lens) == len(cycle.reqs), "SGLang reports every cycle once, in order"
         max_accept = cycle.plan.max_accept.tolist()
         self.metrics.count_verified(accept_lens, max_accept, get_serving().weight_version)
         if self._recorder is not None:
@@ -265,7 +267,7 @@ class DFlashWorker(BaseSpecWorker):
         result, proposals = self.run_cycle(
             batch, plan=plan, matches=matches, on_publish=on_publish, grammar_barrier=grammar_barrier
         )
-        self._in_flight.launch(CycleInFlight(plan, proposals, [*batch.reqs]))
+        self._in_flight.append(CycleInFlight(plan, proposals, [*batch.reqs]))
         self._lengths.on_launched()
         return result
 

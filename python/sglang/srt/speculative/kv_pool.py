@@ -1,28 +1,20 @@
-"""The KV pool: its budget, its end, and prompts that wait for its slots."""
+"""The KV pool: its slots, its end, and prompts that wait for its slots."""
 
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.runtime_context import get_serving, get_spec
 
-from sglang_dflash.srt.compat import budgeted_draft_bytes
 from sglang_dflash.srt.patching import WORKER, patches
 
 
-def check_kv_budget(target_runner: Any, draft_runner: Any) -> None:
-    """Raise RuntimeError unless the draft's KV pool has the target's slots and fits.
-
-    SGLang sizes the target's pool by target + draft bytes per token, the latter from the draft's config. If
-    the reading fails, SGLang guesses and warns."""
-    target_pool, draft_pool = target_runner.token_to_kv_pool, draft_runner.token_to_kv_pool
-    if draft_pool.size != target_pool.size:
+def check_shares_slots(target_runner: Any, draft_runner: Any) -> None:
+    """Raise RuntimeError unless the draft's KV pool has the target's slots."""
+    sizes = [runner.token_to_kv_pool.size for runner in (target_runner, draft_runner)]
+    if sizes[0] != sizes[1]:
         raise RuntimeError(
-            f"DFLASH shares KV slots, but target and draft pool hold {target_pool.size} and {draft_pool.size}"
+            f"DFLASH shares KV slots, but target and draft pool hold {sizes[0]} and {sizes[1]}"
         )
-    budgeted = budgeted_draft_bytes(target_runner.kv_cache_configurator)
-    allocated = sum(draft_pool.get_kv_size_bytes()) / draft_pool.k_buffer[0].shape[0]
-    if budgeted is None or allocated > budgeted:
-        raise RuntimeError(f"DFLASH draft KV takes {allocated} bytes a token, but {budgeted} were budgeted")
 
 
 # Of this process's scheduler. It asks with a request alone, from which no way leads to a pool.

@@ -13,7 +13,7 @@ from sglang_dflash.srt.arg_groups.options import (
     resolve_adaptive,
 )
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
-from sglang_dflash.srt.environ import LEFT, DFlashOptions, Option, check_variables_that_left
+from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
@@ -66,22 +66,6 @@ def test_switches_are_off_unless_asked_for(parser, monkeypatch, flag, option):
     monkeypatch.setenv(option.variable, "yes")
     with pytest.raises(ValueError, match="must be 1 or 0, got 'yes'"):
         option.get()
-
-
-@pytest.mark.parametrize("name", LEFT)
-def test_what_left_is_refused_with_what_replaces_it(parser, name, monkeypatch, capsys):
-    if name.startswith("--"):
-        with pytest.raises(SystemExit):
-            parser.parse_args([name])
-        assert f"{name} has left the plugin: {LEFT[name]}" in capsys.readouterr().err
-        assert name not in parser.format_help()
-        return
-    for asks_for_nothing in ("", "0", "auto"):
-        monkeypatch.setenv(name, asks_for_nothing)
-        check_variables_that_left()
-    monkeypatch.setenv(name, "1")
-    with pytest.raises(ValueError, match=f"{name} has left the plugin: "):
-        check_variables_that_left()
 
 
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
@@ -236,8 +220,8 @@ def test_where_it_is_not_the_default_the_log_says_why(
     [
         ({"attn_dp_size": 2}, False, "", "with DP attention"),
         ({"enable_linear_replayssm_spec": True}, True, "", "ReplaySSM"),
-        ({"device": "cuda", "enable_lora": True}, False, "", "with LoRA on a GPU"),
-        ({"device": "cuda", "lora_paths": ["a=b"]}, False, "", "with LoRA on a GPU"),
+        ({"device": "cuda", "enable_lora": True}, False, "", "with LoRA"),
+        ({"device": "cuda", "lora_paths": ["a=b"]}, False, "", "with LoRA"),
         ({}, False, "3.5", "equally much of all requests"),
     ],
 )
@@ -254,7 +238,7 @@ def test_if_it_is_impossible_a_warning_says_so(
     assert reason in warning.getMessage()
 
 
-def test_sglang_knows_them(capsys):
+def test_sglang_knows_them():
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs
 
@@ -263,9 +247,3 @@ def test_sglang_knows_them(capsys):
     ServerArgs.add_cli_args(parser)
     given = ["--model-path", "x", "--speculative-draft-sample-method", "probabilistic"]
     assert parser.parse_args(given).speculative_use_rejection_sampling is True
-    for named in ("unquant", "fp8"):
-        given = ["--model-path", "x", "--speculative-draft-model-quantization", named]
-        assert parser.parse_args(given).speculative_draft_model_quantization == named
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--model-path", "x", "--speculative-draft-model-quantization", "packed"])
-    assert "packed: a quantized draft is dequantized at load" in capsys.readouterr().err

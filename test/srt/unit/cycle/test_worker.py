@@ -1,6 +1,5 @@
 """Decisions of the worker that no run on a CPU shows, and refusals at its start."""
 
-import contextlib
 import logging
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -22,7 +21,7 @@ from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.dflash_utils import has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
 from sglang_dflash.srt.speculative.drafters.copies import CopySource
-from sglang_dflash.srt.speculative.kv_pool import check_kv_budget
+from sglang_dflash.srt.speculative.kv_pool import check_shares_slots
 
 
 def worker(**fields) -> DFlashWorker:
@@ -94,28 +93,11 @@ def test_a_kv_pool_that_cannot_be_written_is_refused_at_start_up(pool, word):
         DFlashDraftModel.use_pool(MagicMock(), pool)
 
 
-@pytest.mark.parametrize(
-    ("slots", "budgeted", "words"),
-    [
-        (8, 64, None),
-        (8, 63, "takes 64.0 bytes a token, but 63 were budgeted"),
-        (8, None, "but None were budgeted"),
-        (9, 64, "target and draft pool hold 9 and 8"),
-    ],
-)
-def test_the_drafts_kv_has_the_targets_slots_and_what_was_budgeted(slots, budgeted, words):
-    keys = [torch.zeros(9, 2, 4)] * 2  # two layers of 8 bf16 elements, for K and V, on 8 slots and padding
-    draft = SimpleNamespace(
-        token_to_kv_pool=SimpleNamespace(
-            size=8, k_buffer=keys, get_kv_size_bytes=lambda: (9 * 2 * 8 * 2, 9 * 2 * 8 * 2)
-        )
-    )
-    target = SimpleNamespace(
-        token_to_kv_pool=SimpleNamespace(size=slots),
-        kv_cache_configurator=SimpleNamespace(dflash_draft_cell_size_per_token=budgeted),
-    )
-    with contextlib.nullcontext() if words is None else pytest.raises(RuntimeError, match=words):
-        check_kv_budget(target, draft)
+def test_the_drafts_kv_has_the_targets_slots():
+    nine, eight = (SimpleNamespace(token_to_kv_pool=SimpleNamespace(size=size)) for size in (9, 8))
+    check_shares_slots(eight, eight)
+    with pytest.raises(RuntimeError, match="target and draft pool hold 9 and 8"):
+        check_shares_slots(nine, eight)
 
 
 def test_blocks_carry_no_mask():

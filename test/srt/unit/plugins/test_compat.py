@@ -61,9 +61,3 @@ def test_without_the_kernel_a_draft_takes_the_operators(monkeypatch):
     monkeypatch.setattr(dflash, "table_qk_norm_rope_", None)
     attention = SimpleNamespace(q_norm=object(), head_dim=64)
     assert not dflash.DFlashAttention.norm_and_rotate_in_place(attention, None, None)
-
-
-def test_the_bytes_of_draft_kv_that_were_budgeted():
-    newer = SimpleNamespace(dflash_draft_cell_size_per_token=7)
-    older = SimpleNamespace(spec_aux_config=newer)
-    assert compat.budgeted_draft_bytes(newer) == compat.budgeted_draft_bytes(older) == 7

@@ -19,9 +19,9 @@ from sglang_dflash.srt.reaches import NEEDED, ON_CPU, ROWS, WAIT, missing_name
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 # Attributes of Python's and PyTorch's objects, of the libraries beside SGLang, and of NamedTuples.
-FOREIGN = {"__name__", "_StoreTrueAction", "_actions", "_name_or_path", "_asdict", "_fields", "_replace"}
+FOREIGN = {"__name__", "_StoreTrueAction", "_name_or_path", "_asdict", "_fields", "_replace"}
 FOREIGN |= {"architectures", "data", "disabled", "excepthook", "globals", "handlers", "propagate"}
-FOREIGN |= {"intermediate_size", "max_sequence_length", "type"}
+FOREIGN |= {"generation_config", "intermediate_size", "max_sequence_length"}
 # Attributes of ours on functions and on objects of SGLang.
 ADDED = {
     "draft_quantization",

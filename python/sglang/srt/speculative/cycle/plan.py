@@ -1,6 +1,5 @@
 """Plans of cycles, and launched cycles whose outcome the host does not know yet."""
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -53,12 +52,10 @@ class Proposals:
     Attributes:
         lengths: [bs] int32, lengths of the requests' matches. 0: none. Negative: passed over for the draft.
         was_drafted: whether the draft ran.
-        admissions: prefills and arrivals before the cycle.
     """
 
     lengths: torch.Tensor
     was_drafted: bool = True
-    admissions: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,20 +71,3 @@ class CycleInFlight:
     plan: CyclePlan
     proposals: Proposals | None = None
     reqs: Sequence[Any] = ()
-
-
-class CyclesInFlight:
-    """Launched cycles, oldest first. SGLang reports the accept lengths of each once, in order."""
-
-    def __init__(self) -> None:
-        self._cycles: deque[CycleInFlight] = deque()
-
-    def launch(self, cycle: CycleInFlight) -> None:
-        """Append a cycle."""
-        self._cycles.append(cycle)
-
-    def complete(self, accept_lens: Sequence[int]) -> CycleInFlight:
-        """Remove and return the oldest cycle, whose accept lengths are now known."""
-        cycle = self._cycles.popleft()
-        assert len(accept_lens) == cycle.plan.layout.bs, "SGLang reports every cycle once, in order"
-        return cycle

@@ -1,13 +1,11 @@
 """Base class of drafters, their part in the verify graphs, and drafting for some requests."""
 
 import abc
-import logging
 import weakref
 from typing import Any
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.kv_loc_plan import IdSpaceKind
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
 from sglang_dflash.srt.layers.draft_probs import DraftProbs
@@ -15,8 +13,6 @@ from sglang_dflash.srt.speculative.cycle.block import Cycle, DraftBlock
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout, drafted_slots, whole_blocks
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
 from sglang_dflash.srt.speculative.drafters.sampling import draw_drafts
-
-logger = logging.getLogger(__name__)
 
 
 class Drafter(abc.ABC):
@@ -163,21 +159,12 @@ class VerifyTail:
     `Drafter.commit` absorbs them. Make the tail when both runners have their pools, before the target
     captures."""
 
-    def __init__(self, drafter: Drafter, target_runner: Any, draft_runner: Any):
+    def __init__(self, drafter: Drafter, target_runner: Any):
         self._drafter = drafter
         self._runner = target_runner
         # With adaptive lengths a target has several graph runners, and swaps them.
         self._graph_runners: weakref.WeakSet[Any] = weakref.WeakSet()
-        spaces = [
-            runner.kv_index_translator.space(IdSpaceKind.FULL) for runner in (target_runner, draft_runner)
-        ]
-        # A graph holds the slots under the names of the target's pool.
-        if all(space.write is None for space in spaces):
-            target_runner.capture_tail_hooks.append(self._capture)
-        else:
-            logger.info(
-                "DFLASH: the draft's context is written outside the verify graphs: its pool renames slots."
-            )
+        target_runner.capture_tail_hooks.append(self._capture)
 
     def _capture(self, graph_runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
         """Absorb states. SGLang calls this at the end of each warm-up and capture of a forward."""

@@ -29,36 +29,16 @@ from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Promp
 logger = logging.getLogger(__name__)
 
 DRAFT, COPY = "draft", "copy"
-# Cycles in a row in which every request accepted a whole copied block, after which the next cycle skips the
-# draft. Under overlap scheduling the last one or two are not known yet: a copy that ends in them costs its
-# request about a cycle, and a draft forward is about a sixth of one. A copy that has
-# gone on for so long is likely to go on for as long again.
-WHOLE_CYCLES = 8
 UNKNOWN = -1  # a match's length that the host cannot read
 
 
 class CopyStats:
-    """Counts blocks, proposed and accepted tokens by source, here and in the metrics.
-
-    Attributes:
-        admissions: prefills and arrivals so far.
-    """
+    """Counts blocks, proposed and accepted tokens by source, here and in the metrics."""
 
     def __init__(self, metrics: DFlashMetrics):
         self._metrics = metrics
-        self.admissions = 0
-        self._whole = self._cycles = self._without_draft = 0
+        self._cycles = self._without_draft = 0
         self._outcomes = {name: Counter[str]() for name in ("blocks", "proposed_tokens", "accepted_tokens")}
-
-    @property
-    def all_copy(self) -> bool:
-        """True if, as far as the host knows, every running request is inside a copy."""
-        return self._whole >= WHOLE_CYCLES
-
-    def on_admission(self) -> None:
-        """Note new requests: older cycles are no longer about all of them."""
-        self.admissions += 1
-        self._whole = 0
 
     def on_accept_lens(
         self, cycle: Proposals | None, accept_lens: Sequence[int], max_accept: Sequence[int]
@@ -66,7 +46,6 @@ class CopyStats:
         """Count the accepted ones of `max_accept` proposed tokens of each request."""
         self._cycles += 1
         if cycle is None or not any(max_accept):
-            self._whole = 0
             return
         self._without_draft += not cycle.was_drafted
         is_copied = [length > 0 for length in cycle.lengths.tolist()]
@@ -84,8 +63,6 @@ class CopyStats:
                 counter[source] += number
             self._metrics.count_source(source, blocks=len(blocks), proposed=proposed, accepted=accepted)
         self._metrics.count_undrafted(not cycle.was_drafted)
-        is_whole = all(is_copied) and list(accept_lens) == list(max_accept)
-        self._whole = self._whole + 1 if is_whole and cycle.admissions == self.admissions else 0
 
     def report(self) -> dict[str, Any]:
         """Return plain numbers for /server_info."""
@@ -121,9 +98,9 @@ class CopySource:
     per row and position. A row is rewritten when a request takes it. A source without texts finds nothing:
     that is a server without copies, and any server until start-up has measured its cycles.
 
-    The draft's forward is skipped if all running requests copy. On a CPU that is read from the device.
-    Elsewhere it is predicted from what the host knows (`CopyStats.all_copy`). P-EAGLE's forward also
-    writes context, and runs every time.
+    The draft's forward is skipped if all running requests copy. On a CPU the host reads that from the device;
+    elsewhere it knows from a plan with adaptive lengths alone. P-EAGLE's forward also writes context, and
+    runs every time.
 
     Matches are looked up in anchor-only cycles too: their lengths say what a copy is worth.
 
@@ -161,7 +138,6 @@ class CopySource:
         """Write the texts of a prefill's requests."""
         if not self._has_texts:
             return
-        self.stats.on_admission()
         # The tokens of the prefill lack what the prefix cache had of a new request.
         prefixes = zip(prompts.new_reqs, prompts.prefix_lens, prompts.is_continued, strict=False)
         texts = [
@@ -184,7 +160,6 @@ class CopySource:
         """Write the texts of requests that another server has prefilled."""
         if not self._has_texts:
             return
-        self.stats.on_admission()
         outputs = zip(requests.reqs, requests.output_ids, strict=True)
         self._write(requests.req_pool_indices, [[*req.origin_input_ids, *output] for req, output in outputs])
 
@@ -219,10 +194,9 @@ class CopySource:
         return Copies(lengths, torch.where(is_copy[:, None], found, -1))
 
     def needs_draft(self, copies: Copies) -> bool:
-        """Return whether a request of the cycle copies nothing, as far as the host knows."""
-        if copies.lengths is None:
-            return True
-        return not ((copies.lengths > 0).all() if self.knows_matches_on_host else self.stats.all_copy)
+        """Return whether a request of the cycle may copy nothing, as far as the host knows."""
+        lengths = copies.lengths
+        return lengths is None or not self.knows_matches_on_host or not (lengths > 0).all()
 
     def record(
         self, cycle: Cycle, copies: Copies, accepted: AcceptedBlocks, was_drafted: bool
@@ -243,7 +217,7 @@ class CopySource:
         # SGLang waits for later work before it reports accept lengths, so these numbers have arrived by then.
         lengths = copies.lengths.to("cpu", non_blocking=True)
         append_tokens(self.history, cycle.req_pool_indices, cycle.committed, accepted.tokens)
-        return Proposals(lengths, was_drafted, self.stats.admissions)
+        return Proposals(lengths, was_drafted)
 
     def _valid(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace ids that stand for an image by -1. int32."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.runtime_context import get_lora, get_observability
+from sglang.srt.runtime_context import get_observability
 
 from sglang_dflash.srt.layers.attention import ragged_rows
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
@@ -50,7 +50,7 @@ def _reason_for_whole_blocks(runner: Any) -> str | None:
         return reason
     if mambaish_config(runner.model_config) is not None and not ragged_rows.verifies_ragged_rows(backend):
         return "the target's recurrent states are of blocks of one width"
-    return "SGLang applies adapters to blocks of one width" if get_lora().enable_lora else None
+    return None
 
 
 def make_chooser(
