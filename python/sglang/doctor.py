@@ -158,8 +158,9 @@ def _examine(args: argparse.Namespace) -> int:
     say = partial(print, file=sys.stderr if args.json else sys.stdout)
     pair = Pair(target, draft)
     if pair.is_parsed and args.num_draft_tokens is not None:
-        size = args.num_draft_tokens
-        pair.config = replace(pair.config, block_size=size, speculative_tokens=size - 1)
+        drafted = args.num_draft_tokens - 1
+        num_rows = drafted + pair.config.num_idle_rows
+        pair.config = replace(pair.config, block_size=num_rows, speculative_tokens=drafted)
     found = static_checks.findings(pair)
     say(report.heading(pair, found), end="\n\n")
     for finding in found:

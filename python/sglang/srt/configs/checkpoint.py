@@ -1,6 +1,7 @@
 """The files of a checkpoint, read without a model: config.json, tensors, mask embedding."""
 
 import json
+import operator
 import os
 import zipfile
 from collections.abc import Iterator
@@ -125,14 +126,20 @@ def _read_safetensors(path: str, file: str) -> Iterator[tuple[str, StoredTensor]
         yield name, StoredTensor(values.get_dtype(), tuple(values.get_shape()), values, file)
 
 
-def _read_pickle(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
+def _load_pickle(path: str, file: str) -> Any:
     import torch
 
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # PyTorch raises nearly anything
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{file} is no file of PyTorch's tensors: {reason[0]}") from error
+
+
+def _read_pickle(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
+    import torch
+
+    state = _load_pickle(path, file)
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(f"{file} must hold tensors by name")
     for name, tensor in state.items():
@@ -184,21 +191,36 @@ class MaskEmbedding:
     token_id: int
     vector: "torch.Tensor"
 
+    def misfit(self, mask_token_id: int, hidden_size: int) -> str | None:
+        """Return why a draft with this mask token and width cannot use it, or None."""
+        if self.token_id != mask_token_id:
+            return f"{MASK_EMBEDDING_FILE} is of token {self.token_id}, but the mask token is {mask_token_id}"
+        if len(self.vector) != hidden_size:
+            return f"{MASK_EMBEDDING_FILE} holds {len(self.vector)} numbers, expected {hidden_size}"
+        return None
+
+
+def have_one_mask(first: MaskEmbedding | None, second: MaskEmbedding | None) -> bool:
+    """Return whether two drafts' mask embeddings are equal, or both have none."""
+    if first is None or second is None:
+        return first is second
+    return first.token_id == second.token_id and first.vector.equal(second.vector)
+
 
 def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmbedding | None:
     """Read `mask_embedding.pt` of a folder or hub id; raise DraftConfigError if unusable."""
-    import torch
-
     path = find_file(checkpoint, revision, MASK_EMBEDDING_FILE)
     if path is None:
         return None
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    saved = loaded if isinstance(loaded, dict) else {}
-    problem = None
-    if not isinstance(saved.get("embedding"), torch.Tensor) or "mask_token_id" not in saved:
-        problem = "does not hold an embedding and its mask_token_id"
-    elif saved.get("per_position"):
-        problem = "has an embedding per position, which is not supported"
-    if problem is not None:
-        raise DraftConfigError(checkpoint, [f"{MASK_EMBEDDING_FILE} {problem}"])
-    return MaskEmbedding(int(saved["mask_token_id"]), saved["embedding"].flatten())
+    try:
+        saved = _load_pickle(path, MASK_EMBEDDING_FILE)
+        mask = MaskEmbedding(operator.index(saved["mask_token_id"]), saved["embedding"].flatten())
+    except ValueError as error:
+        raise DraftConfigError(checkpoint, [str(error)]) from error
+    except (LookupError, TypeError, AttributeError) as error:
+        problem = f"{MASK_EMBEDDING_FILE} does not hold an embedding and its mask_token_id"
+        raise DraftConfigError(checkpoint, [problem]) from error
+    if saved.get("per_position"):
+        problem = f"{MASK_EMBEDDING_FILE} has an embedding per position, which is not supported"
+        raise DraftConfigError(checkpoint, [problem])
+    return mask

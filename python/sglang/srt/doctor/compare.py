@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, have_one_mask
 from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, TranscriptDrafts, blocks
 from sglang_dflash.srt.doctor.measure import capture, continue_texts, encode, load_draft, load_target
 from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair, read_prompts
@@ -141,23 +142,28 @@ def objections(own: Outcome, general: Outcome | None) -> list[str]:
     return found
 
 
-def check_replaces(served: Pair, new: Pair) -> None:
-    """Raise BadInput unless a weight update can put a draft in another's place.
+def in_place_of(served: Pair, new: Pair) -> Pair:
+    """Return the new draft's tensors under the served config, as after a weight update.
 
-    An update changes weights alone, so what the configs say must be equal.
+    An update changes weights alone, so what else the checkpoints say must be equal, but for the block size.
+
+    Raises:
+        BadInput: no update can put the new draft in the served one's place.
     """
     for pair in (served, new):
         if pair.config_faults:
             raise BadInput(f"{pair.draft.name}: {pair.config_faults[0].problem}")
-    if different := served.config.differences(new.config):
+    if different := served.config.differences(new.config, but=("block_size", "speculative_tokens")):
         raise BadInput(
             f"{new.draft.name}: a swap changes weights alone, but the configs differ in {different}"
         )
-    # The new tensors, by the served draft's config.
-    tensors = Pair(served.target, Checkpoint(new.draft.folder, new.draft.name, served.draft.config))
-    found = tensors.examined_tensors
+    if not have_one_mask(served.mask_embedding, new.mask_embedding):
+        raise BadInput(f"{new.draft.name}: a swap changes weights alone, but {MASK_EMBEDDING_FILE} differs")
+    new = Pair(served.target, Checkpoint(new.draft.folder, new.draft.name, served.draft.config))
+    found = new.examined_tensors
     if problems := found.problems or [f"{name}: no such tensor" for name in found.unknown]:
         raise BadInput(f"{new.draft.name}: does not load in the served draft's place: {problems[0]}")
+    return new
 
 
 class Gate:
@@ -172,7 +178,7 @@ class Gate:
     """
 
     def __init__(self, served: Pair, new: Pair, max_new_tokens: int, device: str | None, dtype: torch.dtype):
-        check_replaces(served, new)
+        new = in_place_of(served, new)
         self._checkpoint, self._max_new_tokens = served.target, max_new_tokens
         self._target, self._tokenizer = load_target(served.target, device, dtype)
         self._vocab_size = served.text_config.vocab_size

@@ -85,7 +85,7 @@ def other_interpretations(draft: PlainDraft, mask_tokens: dict[int, str]) -> lis
         problem = "the draft fits better with the target's layers in reversed order"
         found.append(Interpretation("target layers reversed", problem, advice, reversed_states=True))
     for token_id, name in mask_tokens.items():
-        if token_id != draft.mask_token_id:
+        if token_id != draft.mask_token_id and "mask_embedding" not in draft.weights:
             better, advice = f"with {name} ({token_id}) as its mask token", f"Set mask_token_id to {token_id}"
             add(f"mask token {name}", better, advice, mask_token_id=token_id)
     # The other laws of a target whose module scales embeddings. Without one both are the table's.

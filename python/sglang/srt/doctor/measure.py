@@ -194,7 +194,7 @@ def findings(measured: Measurement) -> Iterator[Finding]:
 
 def load_target(checkpoint: Checkpoint, device: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load the target and its tokenizer, by default on a GPU. Raises BadInput."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -209,6 +209,8 @@ def load_target(checkpoint: Checkpoint, device: str | None, dtype: torch.dtype) 
             raise
         reason = str(error).strip().splitlines()[0]
         raise BadInput(f"{checkpoint.name}: transformers cannot load it: {reason}") from error
+    # Of its generation_config.json the stop tokens alone: penalties would make "greedy" another choice.
+    target.generation_config = GenerationConfig(eos_token_id=target.generation_config.eos_token_id)
     return target, tokenizer
 
 
@@ -229,6 +231,8 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
         weights[name] = tensor.to(embedding.dtype) if tensor.is_floating_point() else tensor
     if not config.has_own_vocabulary:
         weights.pop("d2t", None)
+    if pair.mask_embedding is not None:
+        weights["mask_embedding"] = pair.mask_embedding.vector.to(embedding)
     # Gemma's modules multiply what they look up.
     scale = float(getattr(target.get_input_embeddings(), "embed_scale", 1.0))
     return plain_draft(

@@ -12,7 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeGuard
 
-from sglang_dflash.srt.configs.checkpoint import StoredTensor, read_object, tensors_of
+from sglang_dflash.srt.configs.checkpoint import (
+    MASK_EMBEDDING_FILE,
+    MaskEmbedding,
+    StoredTensor,
+    read_mask_embedding,
+    read_object,
+    tensors_of,
+)
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
 from sglang_dflash.srt.configs.draft_kinds import (
@@ -26,8 +33,8 @@ from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import find_quantization, quantization_of
 from sglang_dflash.srt.configs.speculators_format import is_served, is_speculators_config, speculators_type
 
-# Files that describe a checkpoint, without its tensors.
-_DESCRIPTIONS = ("*.json", "*.jinja")
+# Files that describe a checkpoint, without its large tensors.
+_DESCRIPTIONS = ("*.json", "*.jinja", MASK_EMBEDDING_FILE)
 
 
 class BadInput(Exception):
@@ -145,6 +152,7 @@ _CONFIG_ADVICE = (
         "name the last layer",
         "If these ids come from a speculators checkpoint, which counts inputs, subtract one from each",
     ),
+    (MASK_EMBEDDING_FILE, FETCH_AGAIN),
     ("leave the target's", OTHER_TARGET),
     ("names layer 0 or less", "If these ids come from a z-lab config, which counts outputs, add one to each"),
     ("ascending", "Put the ids in ascending order, and the columns of fc.weight with them"),
@@ -231,11 +239,13 @@ class Pair:
         is_parsed: whether the draft's config could be parsed. Only then has a pair the attributes below.
         config: the draft's config, with the id of its mask token.
         hf_config: its flat Qwen3 config.
+        mask_embedding: of the mask token, if the checkpoint stores it separately.
         rotary_shares: the shares of a head that may be rotated: first the one that a server takes.
     """
 
     config: DFlashDraftConfig
     hf_config: Any
+    mask_embedding: MaskEmbedding | None
     rotary_shares: tuple[float, ...]
 
     def __init__(self, target: Checkpoint, draft: Checkpoint):
@@ -252,10 +262,14 @@ class Pair:
             hf_config.draft_quantization = find_quantization(draft.config, str(draft.folder))
             quantization_of(hf_config, draft.name)  # report its faults
             config = read_draft_config(hf_config, draft.name)
-            if config.mask_token_id is None:
-                mask = find_mask_token(config, target.tokenizer, draft.name)
-                config = replace(config, mask_token_id=mask)
+            token = config.mask_token_id
+            if token is None:
+                token = find_mask_token(config, target.tokenizer, draft.name)
+                config = replace(config, mask_token_id=token)
             self.config, self.hf_config, self.is_parsed = config, hf_config, True
+            self.mask_embedding = mask = read_mask_embedding(str(draft.folder))
+            if mask is not None and (problem := mask.misfit(token, hf_config.hidden_size)):
+                raise DraftConfigError(draft.name, [problem])
             check_draft_fits_target(
                 config, self.text_config, draft.name, target.config.get("architectures") or ()
             )

@@ -55,10 +55,10 @@ class PlainDraft(ABC):
     ):
         """Set up a draft.
 
-        `weights` are the checkpoint's tensors by name, without the prefix `model.`. Without an own one,
-        embedding [vocab, hidden] and head [draft vocab, hidden] are the target's. The target's module
-        multiplies embeddings by `target_scale`. The first of `rotary_shares` is the share of a head that is
-        rotated.
+        `weights` are the checkpoint's tensors by name, without the prefix `model.`, and `mask_embedding`
+        [hidden] if the checkpoint has one. Without an own one, embedding [vocab, hidden] and head
+        [draft vocab, hidden] are the target's. The target's module multiplies embeddings by `target_scale`.
+        The first of `rotary_shares` is the share of a head that is rotated.
         """
         self.draft = draft
         self.mask_token_id = draft.mask_token_id
@@ -97,7 +97,10 @@ class PlainDraft(ABC):
         """Return the states [N, K, hidden] of the drafting rows, after the final norm."""
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._embedding[ids] * self.embedding_scale
+        embedded = self._embedding[ids]
+        if (mask := self.weights.get("mask_embedding")) is not None:
+            embedded = torch.where((ids == self.mask_token_id)[:, None], mask, embedded)
+        return embedded * self.embedding_scale
 
     def _base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [..., draft vocab], scaled and capped as the config says."""

@@ -14,7 +14,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, MaskEmbedding
+from sglang_dflash.srt.configs.checkpoint import MaskEmbedding
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_kinds import find_mask_token
 from sglang_dflash.srt.layers.vocab_argmax import full_logits, greedy_tokens
@@ -60,8 +60,9 @@ class BlockDraftModel(nn.Module):
         self.embed_tokens: nn.Module | None = None
         self.lm_head: nn.Module | None = None
         self.register_buffer("d2t", None, persistent=False)
-        # [hidden], the mask token's embedding in place of its row of the table.
+        # [hidden], the mask token's embedding in place of its row of the table; and as the checkpoint has it.
         self.mask_embedding: torch.Tensor | None = None
+        self.saved_mask: MaskEmbedding | None = None
         self.was_loaded = False  # by the checkpoint: what comes then is an update
         self.borrowed: tuple[Any, Any] = (None, None)
         # Whether forwards end before the head. The head then multiplies the rows of verified slots alone,
@@ -111,16 +112,11 @@ class BlockDraftModel(nn.Module):
         """
         if self.mask_token_id is None:
             self.mask_token_id = find_mask_token(self.draft, tokenizer, target_tokens=target_tokens)
+        self.saved_mask = embedding
         if embedding is None:
             return
-        if embedding.token_id != self.mask_token_id:
-            raise ValueError(
-                f"DFLASH draft: {MASK_EMBEDDING_FILE} is of token {embedding.token_id}, "
-                f"but the mask token is {self.mask_token_id}."
-            )
-        found, expected = tuple(embedding.vector.shape), tuple(self.norm.weight.shape)
-        if found != expected:
-            raise ValueError(f"DFLASH draft: {MASK_EMBEDDING_FILE} holds {found}, expected {expected}.")
+        if problem := embedding.misfit(self.mask_token_id, len(self.norm.weight)):
+            raise ValueError(f"DFLASH draft: {problem}.")
         self.mask_embedding = embedding.vector.to(self.norm.weight)
 
     @property

@@ -15,7 +15,13 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_config
 
-from sglang_dflash.srt.configs.checkpoint import read_config, tensor_shapes
+from sglang_dflash.srt.configs.checkpoint import (
+    MASK_EMBEDDING_FILE,
+    have_one_mask,
+    read_config,
+    read_mask_embedding,
+    tensor_shapes,
+)
 from sglang_dflash.srt.configs.draft_formats import FLAT_PEAGLE_ARCHITECTURES
 from sglang_dflash.srt.configs.draft_kinds import DSPARK_ARCHITECTURES, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import IGNORED_TENSORS, canonical_name, expected_tensors
@@ -64,7 +70,7 @@ def _modules_of_draft(draft: Any) -> set[str]:
 
 
 def check_config(folder: str, overrides: dict[str, Any], draft: Any) -> None:
-    """Raise ValueError if a folder's config.json describes another draft than the served one.
+    """Raise ValueError if a folder's config or mask embedding is not the served draft's.
 
     An update changes weights alone. A block may have any size, as a flag may have set the served one's.
 
@@ -77,6 +83,8 @@ def check_config(folder: str, overrides: dict[str, Any], draft: Any) -> None:
     new = read_draft_config(config, folder)
     if different := draft.draft.differences(new, but=("block_size", "speculative_tokens")):
         raise ValueError(f"an update changes weights alone, but the configs differ in {different}")
+    if not have_one_mask(draft.saved_mask, read_mask_embedding(folder)):
+        raise ValueError(f"an update changes weights alone, but {MASK_EMBEDDING_FILE} is another draft's")
 
 
 @lru_cache(maxsize=1)

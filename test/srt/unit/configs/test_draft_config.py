@@ -251,6 +251,12 @@ def test_a_file_with_a_mask_embedding(tmp_path):
     torch.save([vector], tmp_path / "mask_embedding.pt")
     with pytest.raises(DraftConfigError, match="mask_embedding.pt"):
         read_mask_embedding(str(tmp_path))
+    torch.save({"embedding": vector, "mask_token_id": "<mask>"}, tmp_path / "mask_embedding.pt")
+    with pytest.raises(DraftConfigError, match="does not hold an embedding and its mask_token_id"):
+        read_mask_embedding(str(tmp_path))
+    (tmp_path / "mask_embedding.pt").write_bytes(b"nonsense")
+    with pytest.raises(DraftConfigError, match="mask_embedding.pt is no file of PyTorch's tensors"):
+        read_mask_embedding(str(tmp_path))
 
 
 def test_logit_scales():

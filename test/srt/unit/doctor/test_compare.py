@@ -139,6 +139,7 @@ def test_general_texts_hold_a_draft_back(worse, tmp_path, capsys):
     [
         ("another kind", "the configs differ in"),
         ("another mask token", "the configs differ in mask_token_id"),
+        ("another mask embedding", "but mask_embedding.pt differs"),
         ("a tensor less", "does not load in the served draft's place: "),
         ("too few texts", f"texts to compare on, and {LEAST_TEXTS} are needed"),
         ("empty", "no request is recorded there"),
@@ -164,6 +165,9 @@ def test_what_cannot_be_compared_is_refused(case, words, texts, tmp_path, capsys
         new = DFLASH2_DRAFT
     elif case == "another mask token":
         new = make_draft(tmp_path / "draft", dflash_config={"mask_token_id": 300})
+    elif case == "another mask embedding":
+        new = make_draft(tmp_path / "draft")
+        torch.save({"embedding": torch.zeros(256), "mask_token_id": 3}, new / "mask_embedding.pt")
     elif case == "a tensor less":
         new = make_draft(tmp_path / "draft")
         tensors = load_file(new / "model.safetensors")
@@ -172,6 +176,14 @@ def test_what_cannot_be_compared_is_refused(case, words, texts, tmp_path, capsys
     [line] = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("doctor: ")
     assert re.search(words, line)
+
+
+def test_another_block_size_is_measured_as_it_would_be_served(texts, tmp_path, capsys):
+    """A swap keeps the served draft's."""
+    longer = make_draft(tmp_path / "longer", block_size=16)
+    assert compare(DRAFT, longer, "--texts", texts, "--json") == 1
+    own = json.loads(capsys.readouterr().out)["own"]
+    assert own["served"] == own["new"] > 1.2
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from serving import DFLASH2_DRAFT, DRAFT, PEAGLE_DRAFT, ROOT, SPECULATORS_DRAFT, TARGET
-from support.drafts import make_draft, read_config
+from support.drafts import make_deepseek_draft, make_draft, read_config
 from support.faults import FAULTS, without
 from support.quantized_drafts import write_quantized
 from training import quantization_cost
@@ -461,6 +461,45 @@ def test_a_block_beyond_the_trained_one_is_measured(observed, tmp_path, monkeypa
     assert examine(DRAFT, "--num-draft-tokens", "12", "--json") == 0
     [shown] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("drafted token")]
     assert shown.split()[2:] == [str(k) for k in range(1, 12)]
+
+
+def test_a_draft_that_samples_from_the_anchor_gets_no_further_row(observed, tmp_path, monkeypatch, capsys):
+    """Rows see each other, so one more would draft other tokens."""
+    monkeypatch.setattr(measure, "observe", lambda *_, **__: some(observed, 5))
+    monkeypatch.setenv("SGLANG_DFLASH_TARGET_LAYERS", "12")
+    draft, reports = make_deepseek_draft(tmp_path / "draft"), []
+    for more in ((), ("--num-draft-tokens", "8")):
+        examine(draft, "--measure", "--json", *more)
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0] == reports[1]
+
+
+def test_a_damaged_mask_embedding_is_a_fault(tmp_path, capsys):
+    draft = make_draft(tmp_path / "draft")
+    (draft / "mask_embedding.pt").write_bytes(b"nonsense")
+    assert examine(draft) == 1
+    said = capsys.readouterr().out
+    assert "mask_embedding.pt is no file of PyTorch's tensors" in said and "Fetch the draft again" in said
+    torch.save({"embedding": torch.zeros(9), "mask_token_id": 3}, draft / "mask_embedding.pt")
+    assert examine(draft) == 1
+    assert "mask_embedding.pt holds 9 numbers, expected 256" in capsys.readouterr().out
+
+
+def test_greedy_answers_follow_no_penalty_of_the_target(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for file in TARGET.iterdir():
+        (folder / file.name).symlink_to(file)
+    settings = json.loads((TARGET / "generation_config.json").read_text())
+    (folder / "generation_config.json").unlink()
+    penalized = settings | {"repetition_penalty": 1.9, "no_repeat_ngram_size": 2}
+    (folder / "generation_config.json").write_text(json.dumps(penalized))
+    answers = []
+    for path in (TARGET, folder):
+        target, tokenizer = measure.load_target(Checkpoint.open(str(path), False), "cpu", torch.float32)
+        prompts = [encode(PROMPTS[0], tokenizer, "target")]
+        answers.append(measure.continue_texts(target, prompts, 24, 0.0))
+    assert answers[0] == answers[1]
 
 
 def test_unread_fields_are_noted(tmp_path, capsys):

@@ -251,6 +251,10 @@ def test_another_drafts_config_on_disk(pair, tmp_path):
     assert not is_done and "old weights stay" in message and "differ in target_layer_ids (" in message
     assert same(state(pair.draft), before)
     assert pair.load(make_draft(tmp_path / "longer", block_size=16))[0]
+    masked = make_draft(tmp_path / "masked")
+    torch.save({"embedding": torch.zeros(256), "mask_token_id": 3}, masked / "mask_embedding.pt")
+    is_done, message = pair.load(masked)
+    assert not is_done and "mask_embedding.pt is another draft's" in message
     assert pair.load(DRAFT)[0]
 
 
