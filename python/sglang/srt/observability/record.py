@@ -5,6 +5,7 @@ Each line has the same columns of the same types: that reader takes those of the
 The first line of a file also names the target.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -114,7 +115,10 @@ class RecordWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-        found = {path: path.stat() for path in self._folder.glob("*.jsonl")}
+        found = {}
+        for path in self._folder.glob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # another rank has just removed it
+                found[path] = path.stat()
         total = sum(one.st_size for one in found.values())
         for path, one in sorted(found.items(), key=lambda item: item[1].st_mtime_ns):
             if total + FILE_BYTES > self._limit:

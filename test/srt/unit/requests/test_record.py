@@ -86,6 +86,22 @@ def test_the_oldest_files_go_first(tmp_path, monkeypatch):
     assert writer.counts["dropped"] == 1 and len(lines(tmp_path)) == len(numbers)
 
 
+def test_another_rank_removes_a_file_at_the_same_time(tmp_path, monkeypatch):
+    gone, look = tmp_path / "1-other.jsonl", Path.stat
+    gone.write_text("{}")
+
+    def stat_of(path: Path, **options: bool) -> os.stat_result:
+        if path == gone:
+            gone.unlink(missing_ok=True)
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    writer = RecordWriter(str(tmp_path), LIMIT, TARGET)
+    writer.add(ROW)
+    writer.rows.join()
+    assert writer.counts["requests"] == 1 and not writer.counts["dropped"]
+
+
 def test_the_reader_of_speculators_takes_all_files(tmp_path, monkeypatch):
     """`speculators prepare-data` loads a folder so. A column or a type that comes later ends it."""
     datasets = pytest.importorskip("datasets")
