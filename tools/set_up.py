@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import re
-import shutil
 import subprocess
 import sys
 import time
@@ -22,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 UV = "uv>=0.9,<1"
 OLDEST_PYTHON = (3, 11)
-NEEDED_GB = 10
 # pip's settings, and the variables by which uv is told. uv separates files by commas.
 SETTINGS = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
@@ -35,33 +32,6 @@ SETTINGS = {
     "cert": ("SSL_CERT_FILE", " "),
     "proxy": ("ALL_PROXY", " "),
 }
-# Words of pip's and uv's messages, and what to do.
-CAUSES = (
-    (
-        r"No space left|os error 28",
-        "no space left on the disk. It takes about {needed} GB, of which {free:.1f} GB are free now",
-    ),
-    (
-        # Before the connection: a build that downloads for itself has the same words in its output.
-        r"The build backend returned an error|Failed building wheel|Failed to build installable wheels",
-        "a package that the index has as source alone cannot be built. OVERRIDE=NAME==VERSION replaces it",
-    ),
-    (
-        r"NewConnectionError|onnection refused|dns error|Name or service|unreachable|timed out|ProxyError"
-        r"|tunnel error|client error \(Connect\)",
-        "no connection to the package index. Behind a proxy set HTTPS_PROXY; a mirror is PIP_INDEX_URL",
-    ),
-    (
-        r"IncompleteRead|Connection broken|Connection aborted|onnection reset|end of file|early eof"
-        r"|unexpected EOF|request or response body|decoding response body|error sending request"
-        r"|Failed to (read from zip|extract)|closed before message|Wheel .* is invalid",
-        "the download broke off. The same command goes on with what is there",
-    ),
-    (
-        r"No solution found|unsatisfiable|ResolutionImpossible|No matching distribution",
-        "the package index lacks something. OVERRIDE=NAME==VERSION replaces a requirement",
-    ),
-)
 # Prints the requirements that the environment lacks. The first word of each is a name.
 MISSING = """
 import sys
@@ -106,46 +76,10 @@ def uv_environment(settings: dict[str, str]) -> dict[str, str]:
     return {"UV_INDEX_STRATEGY": "unsafe-best-match", **given, **os.environ}
 
 
-def cause_of(output: str, venv: Path) -> str:
-    """Return why an installation failed and what to do, as one line."""
-    for words, cause in CAUSES:
-        if re.search(words, output, re.IGNORECASE):
-            free = shutil.disk_usage(venv.parent).free / 1e9
-            return cause.format(venv=venv, needed=NEEDED_GB, free=free)
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return lines[-1] if lines else "no message"
-
-
-def run(command: list[str], log: Path, environment: dict[str, str]) -> tuple[int, str]:
-    """Run an installation. Returns its exit status and its output, which on a terminal is empty."""
-    if sys.stderr.isatty():  # uv's bars
-        return subprocess.run(command, env=environment, check=False).returncode, ""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as child, log.open("a") as file:
-        lines = []
-        for line in child.stdout:
-            if not line.startswith((" + ", " - ")):  # a line for each package
-                print(f"  {line}", end="", flush=True)
-            file.write(line)
-            lines.append(line)
-    return child.returncode, "".join(lines)
-
-
-def install_uv(python: Path, settings: dict[str, str]) -> str | None:
-    """Install uv by pip, only from a wheel. Returns why it cannot be had, or None.
-
-    Raises:
-        SetUpError: It failed otherwise, as pip alone would too.
-    """
+def install_uv(python: Path) -> bool:
+    """Install uv by pip, only from a wheel. Returns whether it is there."""
     flags = "--quiet --disable-pip-version-check --only-binary=:all: --retries=2".split()
-    command = [str(python), "-m", "pip", "install", *flags, UV]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    cause = cause_of(done.stderr, python.parent.parent)
-    if not cause.startswith("the package index lacks"):
-        raise SetUpError(cause)
-    return "the package index has no wheel of uv for this machine"
+    return subprocess.run([str(python), "-m", "pip", "install", *flags, UV], check=False).returncode == 0
 
 
 def requirements(extras: list[str]) -> list[str]:
@@ -184,7 +118,7 @@ def set_up(venv: Path, sglang: str, extras: list[str], overrides: list[str], mod
     extras = ["model", *extras]
     if not is_complete(venv, [*requirements(extras), f"sglang=={sglang}"]):
         start = time.monotonic()
-        text = f"Setting up {venv}: SGLang and its dependencies, about {NEEDED_GB} GB, a few minutes."
+        text = f"Setting up {venv}: SGLang and its dependencies, about 10 GB, a few minutes."
         print(text, flush=True)
         python = make_venv(venv)
         fetching = start_download(python, model)
@@ -207,12 +141,8 @@ def make_venv(venv: Path) -> Path:
     if python.exists() and not subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
         return python
     command = [sys.executable, "-m", "venv", str(venv)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
-    if done.returncode and "ensurepip" in output:
-        raise SetUpError("Python's venv module is not complete; Debian has it as python3-venv")
-    if done.returncode:
-        raise SetUpError(cause_of(output, venv))
+    if subprocess.run(command, check=False).returncode:
+        raise SetUpError("Python's venv module fails: see the messages above")
     return python
 
 
@@ -229,9 +159,8 @@ def start_download(python: Path, model: Path | None) -> subprocess.Popen | None:
 
 def install(python: Path, venv: Path, wanted: list[str], overrides: list[str]) -> None:
     """Install the package, editable, and SGLang. Raises SetUpError."""
-    settings, log = pip_settings(python), venv / "set-up.log"
-    without_uv = install_uv(python, settings)
-    if without_uv is None:
+    if install_uv(python):
+        settings = pip_settings(python)
         command = [str(venv / "bin" / "uv"), "pip", "install", "--python", str(python)]
         if overrides:
             file = venv / "overrides.txt"
@@ -240,16 +169,13 @@ def install(python: Path, venv: Path, wanted: list[str], overrides: list[str]) -
         command += ["--no-index"] * (settings.get("no-index", "").lower() in ("1", "true", "yes", "on"))
         environment = uv_environment(settings)
     elif overrides:
-        raise SetUpError(f"OVERRIDE needs uv, and {without_uv}")
+        raise SetUpError("OVERRIDE needs uv, which pip cannot install: see the messages above")
     else:
-        print(f"pip installs alone, in some minutes more: {without_uv}.", flush=True)
+        print("pip installs alone, in some minutes more, because it cannot install uv.", flush=True)
         command = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
         environment = {**os.environ}
-    status, output = run([*command, "--editable", *wanted], log, environment)
-    if status:
-        shown = f" ({log} has all messages)" if output else ""
-        seen = "see the messages above. The same command goes on with what is there"
-        raise SetUpError((cause_of(output, venv) if output else seen) + shown)
+    if subprocess.run([*command, "--editable", *wanted], env=environment, check=False).returncode:
+        raise SetUpError("see the messages above. The same command goes on with what is there")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -269,8 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         set_up(args.venv, args.sglang, args.extras, args.override, args.model)
     except (SetUpError, OSError) as error:
-        reason = cause_of(str(error), args.venv.absolute()) if isinstance(error, OSError) else error
-        print(f"{args.venv} is not ready: {str(reason).rstrip('.')}.", file=sys.stderr)
+        print(f"{args.venv} is not ready: {error}.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{args.venv} is not ready: interrupted. The same command goes on.", file=sys.stderr)
