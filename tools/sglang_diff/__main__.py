@@ -19,10 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sglang_dflash.srt.patching import Patch  # noqa: E402
 from sglang_diff import compare  # noqa: E402
 from sglang_diff.compare import SAME, Row  # noqa: E402
-from sglang_diff.reaches import Reach  # noqa: E402
 from sglang_diff.source_tree import NotSGLang, SourceTree  # noqa: E402
 
 
@@ -66,12 +64,8 @@ def _run(args: argparse.Namespace, folder: Path) -> int:
 
 def report(rows: Sequence[Row], version: str, baseline: str) -> str:
     """Return the report in Markdown: what is gone, and what has changed."""
-    kinds = {"targets": Patch, "imported names": type(None), "attributes": Reach}
-    counts = [
-        _counted(Counter(row.state for row in rows if isinstance(row.patch, kind)), what)
-        for what, kind in kinds.items()
-    ]
-    lines = [f"SGLang {version}, compared with {baseline}: {'; '.join(counts)}."]
+    counts = [f"{number} {state}" for state, number in Counter(row.state for row in rows).items()]
+    lines = [f"Names of SGLang {version}, compared with {baseline}: {', '.join(counts)}."]
     if told := [row for row in rows if row.state != SAME]:
         lines += [
             "",
@@ -82,11 +76,6 @@ def report(rows: Sequence[Row], version: str, baseline: str) -> str:
     fatal = [row.label for row in rows if row.is_fatal]
     lines += ["", f"Required and gone: {', '.join(fatal)}." if fatal else "Nothing required is gone."]
     return "\n".join(lines)
-
-
-def _counted(states: Counter[str], what: str) -> str:
-    others = [f"{number} {state}" for state, number in states.items() if state != SAME]
-    return ", ".join([f"{states.total()} {what}", f"{states[SAME]} the same", *others])
 
 
 def _line(row: Row) -> str:

@@ -72,14 +72,12 @@ def baseline_for(version: str) -> str:
 
 
 def compare(tree: SourceTree, baseline: str) -> list[Row]:
-    """Compare our patches and our imports with a tree.
+    """Compare all that we depend on with a tree.
 
     baseline: the supported version whose bodies and parameters are expected.
     """
     recorded = records()[baseline]
-    rows = [_compare_patch(tree, patch, recorded["bodies"]) for patch in patches_for(tree)]
-    rows += [_compare_reach(tree, label, reach, recorded) for label, reach in reached_names(tree).items()]
-    rows += [_compare_import(tree, name, recorded["imports"]) for name in imported_names()]
+    rows = [_compare_name(tree, *name, recorded) for name in names_in(tree)]
     return rows + [_compare_step(tree, step) for step in (*STEPS, *CPU_STEPS)]
 
 
@@ -87,18 +85,24 @@ def record(tree: SourceTree) -> dict[str, dict[str, str]]:
     """Return what `fingerprints.json` is to hold of a version. It must fit the patches."""
     bodies: dict[str, str] = {}
     imports: dict[str, str] = {}
-    for patch in patches_for(tree):
-        if (body := body_of(tree, patch)) and body.node is not None:
-            bodies[patch.target] = fingerprint(body.node)
-    for label, reach in reached_names(tree).items():
-        found = tree.find_attribute(reach.owner, label.rpartition(".")[2])
-        if found and (names := parameters(tree, found)) is not None:
-            bodies[label], imports[label] = fingerprint(found.node), ", ".join(names)
-    for label in imported_names():
-        found = tree.find(_path(label))
-        if found is not None and (names := _passed(tree, found)) is not None:
+    for label, found, patch in names_in(tree):
+        names, body = _facts(tree, found, patch)
+        if body is not None:
+            bodies[label] = body
+        if names is not None:
             imports[label] = ", ".join(names)
     return {"bodies": dict(sorted(bodies.items())), "imports": dict(sorted(imports.items()))}
+
+
+def names_in(tree: SourceTree) -> Iterator[tuple[str, Found | None, Patch | Reach | None]]:
+    """Yield targets of patches, attributes of the ledger and imported names, as a row has them."""
+    for patch in patches_for(tree):
+        yield patch.target, tree.find(patch.target), patch
+    for reach in reaches_of(tree.version):
+        for name in reach.names:
+            yield f"{reach.owner}.{name}", tree.find_attribute(reach.owner, name), reach
+    for label in imported_names():
+        yield label, tree.find(label.replace(":", ".").rstrip(".")), None
 
 
 def patches_for(tree: SourceTree) -> list[Patch]:
@@ -110,20 +114,6 @@ def patches_for(tree: SourceTree) -> list[Patch]:
 def reaches_of(version: str) -> list[Reach]:
     """List the rows of the ledger whose names this SGLang is to have."""
     return [reach for reach in REACHES if release_numbers(version) >= release_numbers(reach.since)]
-
-
-def reached_names(tree: SourceTree) -> dict[str, Reach]:
-    """Map what we reach for in this SGLang, as `owner.name`, to its row of the ledger."""
-    return {f"{reach.owner}.{name}": reach for reach in reaches_of(tree.version) for name in reach.names}
-
-
-def body_of(tree: SourceTree, patch: Patch) -> Found | None:
-    """Find the function or class that a patch replaces or wraps. None: there is none."""
-    found = tree.find(patch.target)
-    is_body = found is not None and isinstance(
-        found.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    )
-    return found if is_body else None
 
 
 @functools.cache
@@ -156,50 +146,50 @@ def _imports(body: Sequence[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
             yield from _imports(list(ast.iter_child_nodes(node)))
 
 
-def _compare_patch(tree: SourceTree, patch: Patch, bodies: dict[str, str]) -> Row:
-    target = tree.find(patch.target)
-    if target is None:
-        return Row(patch.target, GONE, f"SGLang has no {patch.target} to change", "", patch)
-    found_parameters = parameters(tree, target)
-    if patch.signature is not None and not patch.accepts(found_parameters or []):
-        detail = f"takes ({', '.join(found_parameters or [])}), expected {patch.signature}"
-        return Row(patch.target, OTHER_PARAMETERS, detail, _place(tree, target), patch)
-    body = body_of(tree, patch)
-    if body is None or body.node is None:
-        return Row(patch.target, CHANGED, "it is no function any more", _place(tree, target), patch)
-    known = bodies.get(patch.target)
+def _compare_name(
+    tree: SourceTree, label: str, found: Found | None, patch: Patch | Reach | None, recorded: dict[str, Any]
+) -> Row:
+    if found is None:
+        return Row(label, GONE, _use(patch), "", patch)
+    place = _place(tree, found)
+    if isinstance(patch, Patch) and patch.signature is not None:
+        takes = parameters(tree, found) or []
+        if not patch.accepts(takes):
+            detail = f"takes ({', '.join(takes)}), expected {patch.signature}"
+            return Row(label, OTHER_PARAMETERS, detail, place, patch)
+    names, body = _facts(tree, found, patch)
+    before, known = recorded["imports"].get(label), recorded["bodies"].get(label)
+    if names is not None and before is not None and (detail := _differences(names, before)):
+        return Row(label, OTHER_PARAMETERS, detail, place, patch)
     if known is None:
-        return Row(patch.target, UNKNOWN, "", _place(tree, body), patch)
-    state = SAME if known == fingerprint(body.node) else CHANGED
-    return Row(patch.target, state, "", _place(tree, body), patch)
+        return Row(label, UNKNOWN if isinstance(patch, Patch) else SAME, "", place, patch)
+    is_same = body == known or (body is None and isinstance(patch, Reach))
+    return Row(label, SAME if is_same else CHANGED, "", place, patch)
 
 
-def _compare_reach(tree: SourceTree, label: str, reach: Reach, recorded: dict[str, dict[str, str]]) -> Row:
-    found = tree.find_attribute(reach.owner, label.rpartition(".")[2])
+def _facts(
+    tree: SourceTree, found: Found | None, patch: Patch | Reach | None
+) -> tuple[list[str] | None, str | None]:
+    """Return the parameters and the fingerprint that are recorded of a name; None: what is not compared.
+
+    A patch has the parameters that it expects. Of an imported name the body is SGLang's own affair.
+    """
     if found is None:
-        return Row(label, GONE, f"{reach.where} has to {reach.kind} it: {reach.why}", "", reach)
-    place, names = _place(tree, found), parameters(tree, found)
-    if names is None or label not in recorded["bodies"]:
-        return Row(label, SAME, "", place, reach)
-    if detail := _differences(names, recorded["imports"][label]):
-        return Row(label, OTHER_PARAMETERS, detail, place, reach)
-    state = SAME if recorded["bodies"][label] == fingerprint(found.node) else CHANGED
-    return Row(label, state, "", place, reach)
+        return None, None
+    if patch is None:
+        return _passed(tree, found), None
+    if isinstance(patch, Reach):
+        names = parameters(tree, found)
+        return names, None if names is None else fingerprint(found.node)
+    is_body = isinstance(found.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return None, fingerprint(found.node) if is_body else None
 
 
-def _compare_import(tree: SourceTree, label: str, known: dict[str, str]) -> Row:
-    found = tree.find(_path(label))
-    if found is None:
-        return Row(label, GONE, "our files import it", "", None)
-    names, before = _passed(tree, found), known.get(label)
-    if before is None or names is None or not (detail := _differences(names, before)):
-        return Row(label, SAME, "", _place(tree, found), None)
-    return Row(label, OTHER_PARAMETERS, detail, _place(tree, found), None)
-
-
-def _path(label: str) -> str:
-    """Return the dotted path of an imported name."""
-    return label.replace(":", ".").rstrip(".")
+def _use(patch: Patch | Reach | None) -> str:
+    """Say what a name is for."""
+    if isinstance(patch, Patch):
+        return f"SGLang has no {patch.target} to change"
+    return "our files import it" if patch is None else f"{patch.where} has to {patch.kind} it: {patch.why}"
 
 
 def _differences(names: list[str], before: str) -> str:

@@ -6,7 +6,6 @@ Nothing of it is imported, so any version can be read beside the installed one.
 import ast
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import re
 import zipfile
@@ -75,8 +74,7 @@ class SourceTree:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or not spec.submodule_search_locations:
             raise NotSGLang("SGLang is not installed here")
-        folder = Path(next(iter(spec.submodule_search_locations))).parent
-        return cls(importlib.metadata.version(PACKAGE), folder)
+        return cls.open(Path(next(iter(spec.submodule_search_locations))).parent)
 
     def _read_file(self, name: str) -> bytes | None:
         path = self._root / name
