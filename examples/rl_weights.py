@@ -18,7 +18,7 @@ def roll_out(url: str, what: str) -> None:
     """Sample a batch, and print the tokens of a cycle, the bonus token included."""
     request = {
         "text": PROMPTS * 4,
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 64, "ignore_eos": True},
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True},
     }
     answer = requests.post(f"{url}/generate", json=request, timeout=600)
     answer.raise_for_status()

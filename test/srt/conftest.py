@@ -41,7 +41,7 @@ LONGEST = (
 # Property tests also run with `-m long`, on ten times the examples, in Triton's interpreter on some, and on a
 # bare GPU on few.
 settings.register_profile("short", max_examples=50, deadline=None)
-settings.register_profile("some", max_examples=15, deadline=None)
+settings.register_profile("some", max_examples=10, deadline=None)
 settings.register_profile("few", max_examples=5, deadline=None)
 settings.register_profile("long", max_examples=500, deadline=None)
 

@@ -22,8 +22,8 @@ def test_the_next_chunk_of_a_prompt_waits_for_room():
     def prompt(length):
         return tuple(generator.randrange(8, 2000) for _ in range(length))
 
-    jobs = [Job(prompt(40), 200) for _ in range(12)]
-    jobs += [Job(prompt(generator.randrange(90, 260)), 30, step=20 + 8 * k) for k in range(24)]
+    jobs = [Job(prompt(40), 120) for _ in range(12)]
+    jobs += [Job(prompt(generator.randrange(90, 260)), 20, step=20 + 8 * k) for k in range(12)]
     arguments = ["--model-path", TARGET, *dflash_arguments(), *FLAGS]
     # Told that answers are short, the scheduler admits more than the pool holds.
     [answers] = run(arguments, [jobs], environment={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "8"})

@@ -48,7 +48,7 @@ class Configuration:
         name: The name of the test case.
         arguments: SGLang's flags.
         offset: First prompt. Every thirteenth one follows, so that the rows together have every prompt with
-            `-m long`, and every other one otherwise.
+            `-m long`, and every third one otherwise.
         draft: Makes the draft in a folder.
         accept_length: Bounds on tokens per cycle, bonus included.
         is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.
@@ -159,7 +159,7 @@ def serve_twice(configuration: Configuration, jobs: Sequence[Job], folder: Path)
     return run(arguments, [jobs, jobs[::3]], environment=configuration.environment)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)], ids=["half", "all"])
+@pytest.fixture(scope="module", params=[3, pytest.param(1, marks=pytest.mark.long)], ids=["third", "all"])
 def every(request) -> int:
     """Return the stride between a configuration's prompts."""
     return EVERY * request.param
