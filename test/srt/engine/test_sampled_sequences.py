@@ -54,7 +54,10 @@ DRAFTING = {
     "probabilistic": ("dflash", (*PROBABILISTIC, WHOLE_BLOCKS)),  # of the negative control
     "probabilistic, copy ahead, widths change": ("dflash", (*PROBABILISTIC, *WIDTHS_CHANGE, *COPIES)),
     "probabilistic, DFlash2, widths change": ("dflash2", (*PROBABILISTIC, *WIDTHS_CHANGE)),
-    "probabilistic, P-EAGLE": ("peagle", (*PROBABILISTIC, WHOLE_BLOCKS)),
+    "probabilistic, P-EAGLE, block verification": (
+        "peagle",
+        (*PROBABILISTIC, WHOLE_BLOCKS, "--speculative-use-block-verification"),
+    ),
     "probabilistic, DeepSeek's block of 7": ("deepseek", (*PROBABILISTIC, WHOLE_BLOCKS)),
 }
 LONG = ("probabilistic, DeepSeek's block of 7",)
