@@ -1,7 +1,7 @@
 """Layers of a CPU server in less time.
 
-The norm and the rotation have bitwise equal results in fewer operators. Matrix products replace PyTorch's own
-choice where it is slow.
+The rotation has bitwise equal results in fewer operators. Matrix products replace PyTorch's own choice where
+it is slow.
 """
 
 import functools
@@ -53,38 +53,6 @@ def has_avx512() -> bool:
 @functools.cache
 def multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-@patches(
-    "sglang.srt.layers.layernorm.RMSNorm.forward_native",
-    at=CPU_ATTENTION,
-    signature="(self, x, residual, post_residual_addition, quant_linear)",
-    feature=SPEED,
-    upstream="docs/dev/upstream/cpu-operators.md",
-)
-def fused_rms_norm(original, self, x, residual=None, post_residual_addition=None, quant_linear=None):
-    """Normalise with PyTorch's operator in float32, where SGLang takes six."""
-    dtype = x.dtype
-    is_plain = self.override_orig_dtype is None and self.variance_size_override is None
-    is_plain = is_plain and dtype == self.weight.dtype and x.shape[-1] == self.hidden_size
-    if dtype == torch.bfloat16:
-        is_plain = is_plain and not self.cast_x_before_out_mul and not self.fp32_residual
-    if not is_plain or dtype not in (torch.float32, torch.bfloat16):
-        return original(
-            self,
-            x=x,
-            residual=residual,
-            post_residual_addition=post_residual_addition,
-            quant_linear=quant_linear,
-        )
-    x = x.contiguous().float()
-    if residual is not None:
-        x = x + residual
-        if post_residual_addition is not None:
-            x = x + post_residual_addition
-    weight = self.weight.float()
-    normed = torch.nn.functional.rms_norm(x, weight.shape, weight, self.variance_epsilon).to(dtype)
-    return normed if residual is None else (normed, x.to(dtype))
 
 
 @patches(
