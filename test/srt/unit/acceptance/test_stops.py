@@ -76,6 +76,7 @@ STOPS = ("self", "return", "\n", "\n\n", ":\n ", "text\n\ncl")
     st.booleans(),
 )
 @example([], ["\\n$"], set(), 17, 0, True, 0, False)  # matches inside a run at the end of no run
+@example([], [], set(), 1, 0, False, 0, True)  # of broken logits at once
 def test_a_run_ends_where_single_tokens_do(
     tokenizer, stop, stop_regex, ends, longest, at, ignores, aborted_at, breaks
 ):
