@@ -90,8 +90,6 @@ def dp_attention() -> str:
         {"device": "cpu"},
     ]
     found = [finding for change in changes for finding in ask(support.dp_attention_problems, served | change)]
-    with patch.dict(os.environ, SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION="1"):
-        found += ask(support.dp_attention_problems, served)
     said = " with DP attention (--enable-dp-attention)"
     short = [replace(finding, what=finding.what.replace(said, "")) for finding in found]
     split = len(support.SPLIT_EMBEDDINGS)

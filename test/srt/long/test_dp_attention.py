@@ -195,12 +195,10 @@ def test_a_target_with_a_split_embedding(tmp_path):
     assert "LlamaForCausalLM" in finding.what and finding.builtin_supports
 
 
-def test_all_that_is_not_served_is_named(monkeypatch):
-    monkeypatch.setenv("SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1")
+def test_all_that_is_not_served_is_named():
     found = dp_attention_problems(arguments_of(enable_mixed_chunk=True, disaggregation_mode="decode"))
     text = " ".join(finding.what for finding in found)
-    coordination = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
-    for words in ("--disaggregation-mode", "--enable-mixed-chunk", coordination):
+    for words in ("--disaggregation-mode", "--enable-mixed-chunk"):
         assert words in text
 
 

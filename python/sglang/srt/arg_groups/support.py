@@ -126,7 +126,6 @@ def check_kept_rows(args: Any, max_running_requests: int, block_size: int) -> No
 
 def dp_attention_problems(args: Any) -> list[Unsupported]:
     """List what does not work with DP attention."""
-    from sglang.srt.environ import envs
 
     if args.attn_dp_size == 1:
         return []
@@ -142,12 +141,6 @@ def dp_attention_problems(args: Any) -> list[Unsupported]:
             args.device == "cpu" and args.tp_size > args.attn_dp_size,
             "--tp-size beyond --dp-size on a CPU",
             ", where SGLang cannot gather logits",
-            False,
-        ),
-        (
-            envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get(),
-            "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION",
-            ": all ranks prefill, or all verify",
             False,
         ),
     )
