@@ -107,7 +107,7 @@ def _write(loop: Loop) -> None:
             os.replace(partial, path)
 
 
-def free_the_gpu(compiled, faults, graphs, late_reads, launches, stage, steps) -> None:
+def free_the_gpu(compiled, crossings, faults, graphs, late_reads, launches, stage, steps) -> None:
     """Take the GPU's work out of the rehearsal, and the tests' own part of it."""
     import torch
     from triton.runtime.interpreter import InterpretedFunction
@@ -121,7 +121,7 @@ def free_the_gpu(compiled, faults, graphs, late_reads, launches, stage, steps) -
     faults.PLANTED.clear()  # they look into a file several times a cycle
     steps.watch = stage._note_bounds = lambda: None
     launches.one_operation = CLOCK.uncounted
-    launches.watch_decode_steps = late_reads.watch_steps = lambda worker: None
+    launches.watch_decode_steps = late_reads.watch_steps = crossings.watch = lambda worker: None
     compiled.on_launch = lambda *_: None
     graphs.GraphBackend.replay = replay
 
@@ -164,9 +164,9 @@ if "HOST_TIME" in os.environ:
     runpy.run_path(str(ROOT / "test" / "srt" / "support" / "server_patches" / "sitecustomize.py"))
     sys.path.append(str(ROOT / "benchmark"))
     from after_import import after_import
-    from support.rehearsal import compiled, faults, graphs, late_reads, launches, stage, steps
+    from support.rehearsal import compiled, crossings, faults, graphs, late_reads, launches, stage, steps
 
-    free_the_gpu(compiled, faults, graphs, late_reads, launches, stage, steps)
+    free_the_gpu(compiled, crossings, faults, graphs, late_reads, launches, stage, steps)
     if os.environ.get("HOST_TIME_PLAIN"):
         stage.set_the_stage = functools.partial(set_a_plain_stage, stage)
     after_import(
