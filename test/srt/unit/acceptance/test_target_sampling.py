@@ -251,6 +251,15 @@ def test_ties_are_cut_as_the_sampler_cuts_them(request_, kept, is_bounded):
     assert (weights > 0).sum() == kept
 
 
+def test_target_probs_of_a_padded_head_are_contiguous():
+    """Kernels read whole rows. Logits of a padded head are a part of wider ones."""
+    wide = torch.randn(6, VOCABULARY + 3, generator=torch.Generator().manual_seed(4))
+    info = sampling_info({"top_k": 4}, {"top_p": 0.5})
+    expected, _ = target_probs(wide[:, :VOCABULARY].clone(), info, 3)
+    found, _ = target_probs(wide[:, :VOCABULARY], info, 3)
+    assert found.is_contiguous() and torch.equal(found, expected)
+
+
 def test_target_probs_with_small_top_k_need_no_sort(monkeypatch):
     requests = [{"top_k": 1}, {"top_k": 4, "top_p": 0.82}, {"top_k": 3, "min_p": 0.2, "temperature": 0.7}]
     logits = torch.randn(len(requests) * 3, VOCABULARY, generator=torch.Generator().manual_seed(8)) * 2

@@ -14,7 +14,7 @@ from sglang_dflash.srt.speculative.cycle.ragged_graphs import (
     row_sizes,
     spread_rows,
 )
-from sglang_dflash.srt.speculative.width.controller import plan_lengths
+from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, plan_lengths
 from sglang_dflash.srt.speculative.width.policy import Costs
 
 BLOCK = 8
@@ -117,6 +117,15 @@ def test_whole_blocks_have_graphs_of_their_own(lengths, needs_rectangle):
     layout = backends.select(np.array(lengths), needs_rectangle)
     assert layout.shape == (3, BLOCK) and layout.is_rectangle and layout.for_graph is None
     assert runner.decode_cuda_graph_runner == "whole"
+
+
+def test_start_up_leaves_the_graphs_of_whole_blocks():
+    """Its largest cycle runs on them, though no block is verified whole."""
+    backends, runner = graphs()
+    chooser = SimpleNamespace(backends=backends, policy=SimpleNamespace(max_draft_tokens=3))
+    unlike, whole = AdaptiveLengths.warm_up_plans(chooser, 4)
+    assert unlike.layout.num_draft_tokens.tolist() == [3, 0]
+    assert whole.verify_len == BLOCK and runner.decode_cuda_graph_runner == "whole"
 
 
 def test_whole_blocks_tell_who_copies():

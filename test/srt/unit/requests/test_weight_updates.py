@@ -17,7 +17,7 @@ import sglang  # noqa: F401  loads our platform plugin before any of SGLang's mo
 import torch
 from safetensors.torch import save_file
 from serving import DRAFT, TARGET, WHOLE_BLOCKS, dflash_arguments
-from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightsFromIPCReqInput
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from support.draft_cases import BASE, random_weights
@@ -256,6 +256,13 @@ def test_another_drafts_config_on_disk(pair, tmp_path):
     is_done, message = pair.load(masked)
     assert not is_done and "mask_embedding.pt is another draft's" in message
     assert pair.load(DRAFT)[0]
+
+
+def test_graphs_are_not_captured_again(pair):
+    """SGLang would capture them with other rows, or for another of two pairs of graphs."""
+    asked = UpdateWeightFromDiskReqInput(model_path=str(DRAFT), recapture_cuda_graph=True)
+    answer = pair.requests.update_weights_from_disk(asked)
+    assert not answer.success and "recapture_cuda_graph is not supported with DFLASH" in answer.message
 
 
 def test_overrides_are_read_into_a_new_drafts_config(pair, tmp_path, monkeypatch):

@@ -162,19 +162,21 @@ def target_probs(
     every request's top_k is small. Beside the result, memory of a few times `ELEMENTS_AT_ONCE` is needed.
 
     Args:
-        logits: [T, vocab], biased and masked. float32 logits are overwritten with the result: a second
-            tensor of this size is 0.5 GB at 48 blocks of 16 and a vocabulary of 152k.
+        logits: [T, vocab], biased and masked. Contiguous float32 logits are overwritten with the result: a
+            second tensor of this size is 0.5 GB at 48 blocks of 16 and a vocabulary of 152k.
         sampling_info: as of `draw_target_tokens`.
         layout: verified slots.
 
     Returns:
-        Probabilities [T, vocab] float32, and the largest logits [bs, W]. If such a logit is not finite,
-        the probabilities have no meaning (`replace_broken_rows`).
+        Probabilities [T, vocab] float32, contiguous, and the largest logits [bs, W]. If such a logit is not
+        finite, the probabilities have no meaning (`replace_broken_rows`).
     """
     max_logits, most_likely = replace_broken_rows(logits)
     per_row = {name: layout.repeat(getattr(sampling_info, name)) for name in PER_REQUEST}
     per_row["most_likely"] = most_likely
-    probs = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
+    # Of a padded head the logits are a part of wider rows, and kernels read whole ones.
+    takes_place = logits.dtype == torch.float32 and logits.is_contiguous()
+    probs = logits if takes_place else logits.new_empty(logits.shape, dtype=torch.float32)
     for some in slices_of_rows(*logits.shape):
         torch.softmax(logits[some].float() / per_row["temperatures"][some], dim=-1, out=probs[some])
         _filter(probs[some], {name: values[some] for name, values in per_row.items()}, sampling_info)

@@ -130,8 +130,9 @@ class AdaptiveLengths:
 
     def warm_up_plans(self, max_requests: int) -> Iterator[CyclePlan]:
         """Yield a cycle of unlike lengths if two requests fit, then a whole block, to run in turn."""
-        for n in min(2, max_requests), 1:
-            yield plan_lengths(self.backends, np.resize((self.policy.max_draft_tokens, 0), n))
+        most = self.policy.max_draft_tokens
+        for n, is_whole in (min(2, max_requests), False), (1, True):
+            yield plan_lengths(self.backends, np.resize((most, 0), n), needs_rectangle=is_whole)
 
     def on_launched(self) -> None:
         """Stop timing the cycle that was chosen last."""
