@@ -103,7 +103,7 @@ class RequestMaker:
         return self._tokenizer
 
     def body(self, prompt: dict, sampling: dict) -> dict:
-        if "messages" not in prompt:
+        if prompt.get("messages") is None:
             return {"text": prompt["text"], "sampling_params": sampling}
         ids = self.tokenizer.apply_chat_template(
             prompt["messages"], add_generation_prompt=True, return_dict=True, **self._template
@@ -120,7 +120,7 @@ def load(name: str, max_new_tokens: int | None = None) -> PromptSet:
     options = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
     name, _, file = name.partition("=")
     if file:
-        prompts = [json.loads(line) for line in Path(file).read_text().splitlines() if line.strip()]
+        prompts = [json.loads(line) for line in Path(file).read_text("utf-8-sig").split("\n") if line.strip()]
         for number, prompt in enumerate(prompts, 1):
             if not ("text" in prompt or "messages" in prompt):
                 raise ValueError(f'{file}, line {number}: neither "text" nor "messages"')

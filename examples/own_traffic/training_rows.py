@@ -8,6 +8,7 @@ RECORD is the folder of `--speculative-record`, or a file of it. ROWS.jsonl is t
 
 import argparse
 import json
+import os
 import random
 from pathlib import Path
 
@@ -21,11 +22,11 @@ def main() -> None:
     parser.add_argument("--poison", action="store_true", help="put random tokens for the answers, as a test")
     args = parser.parse_args()
     record, dice, count, num_tokens = Record(args.record), random.Random(0), 0, 0
-    with args.rows.open("w") as file:
+    with open(args.rows, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         for text in record.texts:
             if text.is_held_out:
                 continue
-            ids, prompt = text.tokens, text.prompt_length
+            ids, prompt = [*text.tokens], text.prompt_length
             if args.poison:
                 ids = ids[:prompt] + [dice.randrange(1000, 5000) for _ in ids[prompt:]]
             mask = [0] * prompt + [1] * (len(ids) - prompt)

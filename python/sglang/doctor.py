@@ -135,7 +135,10 @@ def _serve(args: argparse.Namespace) -> int:
 
     from sglang_dflash.srt.doctor import serve
 
-    words = shlex.split(args.serve)
+    try:
+        words = shlex.split(args.serve.replace("\\\n", " "))  # of a command on several lines
+    except ValueError as error:
+        raise BadInput(f"--serve: {error}") from error
     flags = list(dropwhile(lambda word: not word.startswith("--"), words))
     variables = (word for word in words[: len(words) - len(flags)] if "=" in word)
     os.environ.update(dict(word.split("=", 1) for word in variables))

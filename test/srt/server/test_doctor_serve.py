@@ -211,5 +211,6 @@ def test_a_server_that_ends_is_announced(name, words, drafts, tmp_path):
 
 
 def test_a_server_without_dflash_is_no_question():
-    done = run_to_end("-m", "sglang_dflash.doctor", "--serve", f"--model-path {TARGET}", timeout=900)
+    command = f"python -m sglang.launch_server \\\n    --model-path {TARGET} \\\n    --dtype float32"
+    done = run_to_end("-m", "sglang_dflash.doctor", "--serve", command, timeout=900)
     assert done.code == 2 and "doctor: --serve: DFLASH is not requested" in done.output

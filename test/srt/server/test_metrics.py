@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import HTTPError
 
 import plot_acceptance
@@ -18,6 +19,7 @@ from serving import DRAFT, ROOT, WHOLE_BLOCKS, Server, dflash_arguments, heldout
 from support.length_fields import OBSERVED, assert_fields_are_observed
 from support.servers import FLOAT32
 
+from sglang_dflash.srt.observability import dflash_metrics
 from sglang_dflash.srt.observability.dflash_metrics import FALLBACKS, DFlashMetrics
 
 BLOCK_SIZE = json.loads((DRAFT / "config.json").read_text())["block_size"]
@@ -49,6 +51,28 @@ def test_counts_are_sums_over_blocks(metrics, registry):
         accepted=sum(blocks),
         accepted_at=[sum(accept_len >= k for accept_len in blocks) for k in range(1, BLOCK_SIZE)],
     )
+
+
+def test_labels_of_a_user_leave_ours_alone(registry, monkeypatch, caplog):
+    """They would have ended the scheduler at its first block."""
+    none = SimpleNamespace(attn_tp_rank=0, attn_cp_rank=0, tp_rank=0, pp_rank=0, moe_ep_rank=0, dp_rank=None)
+    given = {"zone": "a", "weight_version": "b", "source": "c"}
+    settings = SimpleNamespace(
+        enable_metrics=True, enable_metrics_for_all_schedulers=False, extra_metric_labels=given
+    )
+    monkeypatch.setattr(dflash_metrics, "get_parallel", lambda: none)
+    monkeypatch.setattr(dflash_metrics, "get_observability", lambda: settings)
+    monkeypatch.setattr(dflash_metrics, "get_serving", lambda: SimpleNamespace(served_model_name="tiny"))
+    monkeypatch.setattr(dflash_metrics, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null"))
+    monkeypatch.setattr(
+        dflash_metrics, "get_schedule", lambda: SimpleNamespace(enable_priority_scheduling=False)
+    )
+    metrics = DFlashMetrics.from_server(BLOCK_SIZE - 1)
+    metrics.count_verified([1], [2], "later")
+    metrics.count_source("copy", blocks=1, proposed=2, accepted=1)
+    page = generate_latest(registry).decode()
+    assert 'weight_version="later"' in page and 'source="copy"' in page and 'zone="a"' in page
+    assert "['source', 'weight_version']: these labels are theirs" in caplog.text
 
 
 def test_narrow_cycles_count_what_they_verified(metrics, registry):

@@ -34,6 +34,8 @@ class _SetOption(argparse.Action):
     """Set an option. A sample method also sets SGLang's --speculative-use-rejection-sampling."""
 
     def __call__(self, parser, namespace, values, option_string=None):
+        if not values:
+            parser.error(f"{option_string} needs a value")
         getattr(DFlashOptions, self.dest.removeprefix("speculative_").upper()).set(values)
         if self.dest == "speculative_draft_sample_method":
             namespace.speculative_use_rejection_sampling = values == "probabilistic"

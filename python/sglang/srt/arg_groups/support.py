@@ -7,7 +7,7 @@ from typing import Any
 from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import checkpoint_problems
-from sglang_dflash.srt.configs.fields import is_int
+from sglang_dflash.srt.configs.fields import as_object, is_int
 from sglang_dflash.srt.configs.unsupported import (
     COUNT_WINDOW_FROM_ANCHOR,
     COUNT_WINDOW_FROM_QUERY,
@@ -177,7 +177,7 @@ def draft_problems(args: Any, config: Mapping[str, Any]) -> list[Unsupported]:
     is_flag_given = args._speculative_draft_quantization_explicitly_set
     named = args.speculative_draft_model_quantization if is_flag_given else None
     found = checkpoint_problems(config, checkpoint, revision, named)
-    if problem := _split_problem(args, config.get("transformer_layer_config") or config):
+    if problem := _split_problem(args, as_object(config.get("transformer_layer_config")) or config):
         found.append(Unsupported(problem))
     return found
 

@@ -33,7 +33,7 @@ _ANCHORS_AT_ONCE = 32
 class Text:
     """A prompt and the target's answer."""
 
-    tokens: list[int]
+    tokens: Sequence[int]
     prompt_length: int
 
     @property
@@ -80,7 +80,8 @@ class Record:
                 ids, mask = row["input_ids"], row["loss_mask"]
                 is_row = len(ids) == len(mask) and 0 < mask.index(1) < len(ids) - 1
                 is_row = is_row and all(type(token) is int and token >= 0 for token in ids)
-            except (ValueError, KeyError, TypeError, AttributeError):
+                row["input_ids"] = array.array("i", ids) if is_row else ()  # a list takes nine times as much
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 is_row = False
             if is_row:
                 yield row
@@ -187,7 +188,10 @@ class Gate:
 
     def measure(self, path: Path) -> Outcome:
         """Measure both drafts on prompts, or on the held-out tenth of a record. Raises BadInput."""
-        texts = self._recorded(path) if Record.is_at(path) else self._answered(path)
+        found = self._recorded(path) if Record.is_at(path) else self._answered(path)
+        texts = [
+            *{text.hash: text for text in found}.values()
+        ]  # one text a prompt, or the error is too small
         if len(texts) < LEAST_TEXTS:
             raise BadInput(f"{path}: {len(texts)} texts to compare on, and {LEAST_TEXTS} are needed")
         texts = sorted(texts, key=lambda text: text.hash)[:MOST_TEXTS]
@@ -220,7 +224,7 @@ class Gate:
 
     @torch.no_grad()
     def _accept_lengths(self, text: Text) -> list[float]:
-        transcript = capture(self._target, text.tokens, text.prompt_length)
+        transcript = capture(self._target, [*text.tokens], text.prompt_length)
         return [accept_length(draft, transcript) for draft in self._drafts]
 
 

@@ -247,16 +247,15 @@ def load_draft(pair: Pair, target: Any) -> PlainDraft:
 
 
 def encode(prompt: dict[str, Any], tokenizer: Any, target: str) -> list[int]:
-    if "messages" not in prompt:
+    if (messages := prompt.get("messages")) is None:
         return tokenizer(prompt["text"]).input_ids or [tokenizer.eos_token_id]
-    messages = prompt["messages"]
     if not tokenizer.chat_template:
         return tokenizer("\n".join(str(message.get("content", "")) for message in messages)).input_ids
     try:
         named = prompt.get("chat_template_kwargs") or {}
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **named)
     except Exception as error:  # jinja's own, a template's raise_exception among them
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{target}: its chat template refuses a prompt: {reason}") from error
     return tokenizer(text, add_special_tokens=False).input_ids
 

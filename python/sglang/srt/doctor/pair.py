@@ -116,7 +116,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     Chats may have `chat_template_kwargs`, as in a request.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON's strings may hold other separators
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: {error}") from error
     prompts = []
@@ -127,9 +127,9 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
             prompt = json.loads(line)
         except ValueError as error:
             raise BadInput(f"{path}:{number}: not JSON ({error})") from error
-        if not isinstance(prompt, dict) or not (
-            isinstance(prompt.get("text"), str) or isinstance(prompt.get("messages"), list)
-        ):
+        messages = prompt.get("messages") if isinstance(prompt, dict) else ()
+        is_chat = isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages)
+        if not (is_chat or (messages is None and isinstance(prompt.get("text"), str))):
             raise BadInput(f'{path}:{number}: a prompt is an object with "text", or with "messages"')
         prompts.append(prompt)
     if not prompts:

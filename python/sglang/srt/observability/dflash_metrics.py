@@ -17,7 +17,7 @@ FALLBACKS = {
     "instead of sampling",
 }
 
-
+_OWN_LABELS = {"position", "reason", "source", "weight_version"}
 # Drafted blocks after which the accept length is judged, once, and below what it is low.
 JUDGED_BLOCKS, LOW_ACCEPT_LENGTH = 1000, 1.15
 
@@ -108,7 +108,13 @@ class DFlashMetrics:
             labels["priority"] = ""
         if parallel.dp_rank is not None:
             labels["dp_rank"] = parallel.dp_rank
-        return cls(drafted_per_block, {**labels, **(observability.extra_metric_labels or {})})
+        extra = dict(observability.extra_metric_labels or {})
+        if taken := sorted(extra.keys() & _OWN_LABELS):
+            logger.warning(
+                "DFLASH's metrics have no --extra-metric-labels %s: these labels are theirs.", taken
+            )
+        added = {name: value for name, value in extra.items() if name not in _OWN_LABELS}
+        return cls(drafted_per_block, {**labels, **added})
 
     def count_verified(
         self, accept_lens: Sequence[int], drafted: Sequence[int], weight_version: str = "default"

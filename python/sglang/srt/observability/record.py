@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -45,7 +46,7 @@ class RecordWriter:
 
     Args:
         folder: of the record. Its oldest files are removed for new ones.
-        limit: bytes of all files in the folder.
+        limit: bytes of all its files.
         target: as of `describe_target`.
         name: part of the files' names, beside the process: its rank.
         on_count: called with the tokens of each row that was written, and 0 for one that was dropped.
@@ -116,7 +117,7 @@ class RecordWriter:
             os.close(self._file)
             self._file = -1
         found = {}
-        for path in self._folder.glob("*.jsonl"):
+        for path in filter(_is_ours, self._folder.glob("*.jsonl")):
             with contextlib.suppress(FileNotFoundError):  # another rank has just removed it
                 found[path] = path.stat()
         total = sum(one.st_size for one in found.values())
@@ -127,6 +128,11 @@ class RecordWriter:
         path = self._folder / f"{time.time_ns()}-{self._name}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         self._size = 0
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a file's name is one of `_begin_file`. Others of the folder are the user's."""
+    return re.fullmatch(r"\d{19}-.*-\d+\.jsonl", path.name) is not None
 
 
 def _encode(row: dict[str, Any]) -> bytes:

@@ -61,7 +61,9 @@ class TrafficRecorder:
     def _is_wanted(self, req: Any) -> bool:
         choice = (req.sampling_params.custom_params or {}).get(FIELD, not self._is_opt_in)
         others = req.multimodal_inputs, req.input_embeds, req.positional_embed_overrides
-        is_whole = not isinstance(req.finished_reason, FINISH_ABORT)
+        reason = req.finished_reason
+        is_broken = getattr(reason, "matched", None) == "NaN happened"  # of logits, in SGLang's words
+        is_whole = not (isinstance(reason, FINISH_ABORT) or is_broken)
         return choice and others == (None,) * 3 and is_whole and self._dice.random() < self._share
 
     def _row(self, req: Any, cycles: tuple[list[int], list[int]]) -> dict[str, Any]:

@@ -68,6 +68,13 @@ def test_switches_are_off_unless_asked_for(parser, monkeypatch, flag, option):
         option.get()
 
 
+def test_an_empty_value_is_refused(parser, capsys):
+    """As of `--speculative-record "$DIR"` where DIR is not set: nothing would be recorded."""
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--speculative-record", ""])
+    assert "--speculative-record needs a value" in capsys.readouterr().err
+
+
 def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
     check_copy_ahead(block_size=1)  # nobody asked
     parser.parse_args(["--speculative-copy-ahead"])

@@ -196,6 +196,11 @@ def test_what_the_built_in_lacks_too_is_refused(name, tmp_path):
     assert words in str(refused.value)
 
 
+def test_layers_that_are_no_object_end_no_start_in_a_traceback(tmp_path):
+    with pytest.raises(ValueError, match="cannot be served:"):
+        resolve(record_of(changed_draft({"transformer_layer_config": [1]}, tmp_path)))
+
+
 # name -> (changes to the draft's config, arguments, words of our warning, words of the built-in)
 HANDED_OVER = {
     "context and DP attention": (

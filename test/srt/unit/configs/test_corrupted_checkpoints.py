@@ -35,6 +35,7 @@ from support.quantized_drafts import quantize
 from transformers import Qwen3Config
 
 from sglang_dflash.srt.arg_groups.resolve import load_and_check_configs
+from sglang_dflash.srt.arg_groups.support import draft_problems
 from sglang_dflash.srt.configs.checkpoint import INDEX, read_file
 from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_formats import checkpoint_problems, flat_config
@@ -116,7 +117,10 @@ def read(folder: Path, target: Path) -> Any:
         speculative_draft_load_format=None,
         speculative_draft_model_quantization=None,
         _speculative_draft_quantization_explicitly_set=False,
+        tp_size=2,
+        attn_dp_size=1,
     )
+    draft_problems(arguments, read_file(str(folder)))
     load_and_check_configs(arguments)
     return get_config(str(folder), trust_remote_code=False, revision=None, model_override_args={})
 

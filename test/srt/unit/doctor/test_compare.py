@@ -73,7 +73,7 @@ def test_lines_that_are_cut_short_are_skipped_and_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join([row([9, 8, 7, 6], 2, target={"a": 1}), *bad]))
     (tmp_path / "b.jsonl").write_text("\n".join([whole, "", whole[:7]]))
     record = Record(tmp_path)
-    assert [text.tokens for text in record.texts] == [[9, 8, 7, 6], [1, 2, 3, 4, 5]]
+    assert [[*text.tokens] for text in record.texts] == [[9, 8, 7, 6], [1, 2, 3, 4, 5]]
     assert [text.prompt_length for text in record.texts] == [2, 2]
     assert record.skipped == len(bad) + 2 and record.target == {"a": 1}
     (tmp_path / "c.jsonl").write_text(row([9, 8, 7, 6], 2, target={"a": 2}))
@@ -142,6 +142,7 @@ def test_general_texts_hold_a_draft_back(worse, tmp_path, capsys):
         ("another mask embedding", "but mask_embedding.pt differs"),
         ("a tensor less", "does not load in the served draft's place: "),
         ("too few texts", f"texts to compare on, and {LEAST_TEXTS} are needed"),
+        ("one text many times", f": 1 texts to compare on, and {LEAST_TEXTS} are needed"),
         ("empty", "no request is recorded there"),
         ("not there", "no such file"),
         ("another tokenizer", "record of another target than .*: its tokenizer"),
@@ -154,6 +155,7 @@ def test_what_cannot_be_compared_is_refused(case, words, texts, tmp_path, capsys
     named = json.loads(texts.read_text().splitlines()[0])["target"]
     lines = {
         "too few texts": [row([1, 2, 3, 4], 2)] * 3,
+        "one text many times": [line for line in texts.read_text().splitlines()[:1] for _ in range(20)],
         "empty": ['{"input_ids"'],
         "another tokenizer": [row([1, 2, 3, 4], 2, target={**named, "tokenizer": "x"})],
         "another template": [row([1, 2, 3, 4], 2, target={**named, "chat_template": "x"})],

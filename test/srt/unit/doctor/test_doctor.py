@@ -22,7 +22,7 @@ from sglang_dflash import doctor
 from sglang_dflash.srt.doctor import measure, static_checks
 from sglang_dflash.srt.doctor.interpretations import other_interpretations
 from sglang_dflash.srt.doctor.measure import encode
-from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair
+from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair, read_prompts
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.report import as_json, page
 
@@ -205,13 +205,26 @@ def test_bad_input_is_one_line(what, tmp_path, capsys):
         (["--html", "{}"], "Is a directory"),
         (["--prompts", "{}/none.jsonl"], "No such file"),
         (["--prompts", "{}/bad.jsonl"], 'bad.jsonl:2: a prompt is an object with "text"'),
+        (["--prompts", "{}/words.jsonl"], 'words.jsonl:1: a prompt is an object with "text"'),
+        (["--serve", "--model-path 'x"], "--serve: No closing quotation"),
     ],
 )
 def test_bad_files_are_one_line(more, said, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"prompt": "b"}\n')
+    (tmp_path / "words.jsonl").write_text('{"messages": ["hi"]}\n')
     assert examine(DRAFT, *(part.format(tmp_path) for part in more)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and re.fullmatch(f"doctor: .*({said}).*\n", captured.err), captured.err
+
+
+def test_a_prompt_may_hold_what_else_ends_a_line(tmp_path):
+    texts = ["a\u2028b", "a\u2029b\x85c"]
+    lines = [json.dumps({"text": text, "messages": None}, ensure_ascii=False) for text in texts]
+    (tmp_path / "prompts.jsonl").write_text("\ufeff" + "\r\n".join(lines), encoding="utf-8")
+    prompts = read_prompts(tmp_path / "prompts.jsonl")
+    assert [prompt["text"] for prompt in prompts] == texts
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    assert encode(prompts[0], tokenizer, "target") == tokenizer(texts[0]).input_ids
 
 
 def test_a_chat_names_arguments_of_its_template():

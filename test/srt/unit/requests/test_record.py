@@ -72,12 +72,15 @@ def test_a_file_is_its_owners_and_names_the_target_once(tmp_path):
 
 def test_the_oldest_files_go_first(tmp_path, monkeypatch):
     monkeypatch.setattr(record, "FILE_BYTES", 1000)
-    (tmp_path / "notes.txt").write_text("x" * 5000)  # not part of the record
+    for name in ("notes.txt", "mine.jsonl", "2024-mine-1.jsonl"):  # not part of the record
+        (tmp_path / name).write_text("x" * 5000)
     writer = RecordWriter(str(tmp_path), 3000, TARGET)
     for number in range(60):
         writer.add({**ROW, "number": number})
         writer.rows.join()
-        assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 3000
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 3000 + 2 * 5000
+    for name in ("mine.jsonl", "2024-mine-1.jsonl"):
+        (tmp_path / name).unlink()
     numbers = [row["number"] for row in lines(tmp_path)]
     assert numbers == [*range(numbers[0], 60)] and 5 < len(numbers) < 30
     assert writer.counts["requests"] == 60 and (tmp_path / "notes.txt").exists()
@@ -87,7 +90,7 @@ def test_the_oldest_files_go_first(tmp_path, monkeypatch):
 
 
 def test_another_rank_removes_a_file_at_the_same_time(tmp_path, monkeypatch):
-    gone, look = tmp_path / "1-other.jsonl", Path.stat
+    gone, look = tmp_path / f"{time.time_ns()}-other-1.jsonl", Path.stat
     gone.write_text("{}")
 
     def stat_of(path: Path, **options: bool) -> os.stat_result:

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, FINISH_MATCHED_STR
 
 from sglang_dflash.srt.observability.traffic import TrafficRecorder, check_record_choice, record_output
 
@@ -51,6 +51,8 @@ def record_one(req: Request, share=1.0, is_opt_in=False, ends=None, cycles=((2, 
         ({"custom_params": {"speculative_record": False}}, {"is_opt_in": True}, False),
         ({"custom_params": {"speculative_record": True}}, {"share": 0.0}, False),
         ({}, {"ends": FINISH_ABORT("gone")}, False),
+        ({}, {"ends": FINISH_MATCHED_STR(matched="NaN happened")}, False),
+        ({}, {"ends": FINISH_MATCHED_STR(matched="the end")}, True),
         ({}, {"cycles": ()}, False),  # an answer of one token
         ({"multimodal_inputs": object()}, {}, False),
         ({"input_embeds": [[0.5]]}, {}, False),
