@@ -131,7 +131,7 @@ class RecordWriter:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file's name is one of `_begin_file`. Others of the folder are the user's."""
+    """Return whether `_begin_file` has named a file. Others are the user's."""
     return re.fullmatch(r"\d{19}-.*-\d+\.jsonl", path.name) is not None
 
 
