@@ -61,6 +61,7 @@ class PlainDraft(ABC):
         The first of `rotary_shares` is the share of a head that is rotated.
         """
         self.draft = draft
+        assert draft.mask_token_id is not None, "a pair looks it up"
         self.mask_token_id = draft.mask_token_id
         self._config = hf_config
         self.weights = weights
