@@ -122,8 +122,11 @@ def set_the_stage(algorithm) -> None:
 
 
 def pretend_support(speculative_hook) -> None:
-    """Let SGLang's own DFLASH accept the CPU, if a server is to fall back to it."""
+    """Let SGLang's own DFLASH get the server and accept the CPU, if a server is to fall back to it."""
     if Scene.from_environment().is_fallback:
+        from sglang_dflash.srt.arg_groups import fallback
+
+        fallback._reasons_to_refuse = lambda *_: []
         speculative_hook.current_platform = built_in.PlatformWithDFlash(speculative_hook.current_platform)
 
 
