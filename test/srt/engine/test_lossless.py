@@ -54,6 +54,7 @@ class Configuration:
         is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.
             The cycles of a request are then those of the default setting.
         environment: Variables beside those of every server.
+        is_long: Not in every run: another row has the same settings and more.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Configuration:
     accept_length: tuple[float, float] = (1.0, 16.0)
     is_comparable: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    is_long: bool = False
 
 
 CONFIGURATIONS = (
@@ -89,6 +91,7 @@ CONFIGURATIONS = (
         ("--speculative-dflash-block-size", "2", "--disable-overlap-schedule"),
         offset=7,
         accept_length=(1.0, 2.0),
+        is_long=True,
     ),
     Configuration("block-1", ("--speculative-num-draft-tokens", "1"), 8, accept_length=(1.0, 1.0)),
     Configuration("widths-change", (*WIDTHS_CHANGE, *PAGES, *MIXED), 9, accept_length=(1.3, 8.0)),
@@ -99,8 +102,11 @@ CONFIGURATIONS = (
         11,
         fixed(PEAGLE_DRAFT),
         (1.3, 8.0),
+        is_long=True,
     ),
-    Configuration("late-lengths", (WHOLE_BLOCKS,), is_comparable=True, environment=LATE_LENGTHS),
+    Configuration(
+        "late-lengths", (WHOLE_BLOCKS,), is_comparable=True, environment=LATE_LENGTHS, is_long=True
+    ),
     Configuration(
         "dflash2-page-16-mixed-batches-late-lengths",
         (*PAGES, *MIXED),
@@ -173,7 +179,10 @@ def default_cycles(every, jobs, tmp_path_factory) -> int:
     return sum(len(answer.accepted) for answer in sum(answers, []))
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(each, id=each.name, marks=[pytest.mark.long] * each.is_long) for each in CONFIGURATIONS],
+)
 def test_float32_output_is_the_targets(configuration, every, jobs, answers_alone, request, tmp_path):
     """Send requests twice: the second pass reads KV from the prefix cache.
 

@@ -31,7 +31,7 @@ from sglang_dflash.srt.plugins.compatibility import SUPPORTED
 
 pytestmark = [pytest.mark.server, on_cpu]
 
-REQUESTS = greedy_requests(3, 24)
+REQUESTS = greedy_requests(3, 16)
 
 
 @pytest.fixture(scope="module")
