@@ -181,7 +181,6 @@ SETTINGS = {
     "pages, P-EAGLE": (Scene("flashinfer"), PEAGLE_DRAFT, "--page-size", 16),
     "draft window, the wait under the draft": (LATE, DRAFT, *WINDOW_SIZE),
     "pages, the wait under the draft": (LATE, DRAFT, "--page-size", 16),
-    "pages, P-EAGLE, the wait under the draft": (LATE, PEAGLE_DRAFT, "--page-size", 16),
     "chunked prefill": (Scene("fa3"), PEAGLE_DRAFT, "--chunked-prefill-size", 16),
     "fewer drafted tokens": (Scene("fa3"), PEAGLE_DRAFT, "--speculative-num-draft-tokens", 3),
 }
