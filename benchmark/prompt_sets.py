@@ -28,6 +28,8 @@ from typing import Any
 
 from serving import text_prompts
 
+from sglang_dflash.srt.doctor.pair import read_prompts
+
 FOLDER = Path(__file__).parent / "prompts"
 HUMANEVAL = FOLDER / "HumanEval.jsonl.gz"
 CHATS = FOLDER / "chat.toml"
@@ -115,16 +117,13 @@ def load(name: str, max_new_tokens: int | None = None) -> PromptSet:
     """Return a set by its name, or the prompts of a file by NAME=FILE.
 
     Raises:
-        ValueError: There is no such set, or a line of the file has neither text nor messages.
+        ValueError: There is no such set.
+        BadInput: The file is not as the doctor's prompts are.
     """
     options = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
     name, _, file = name.partition("=")
     if file:
-        prompts = [json.loads(line) for line in Path(file).read_text("utf-8-sig").split("\n") if line.strip()]
-        for number, prompt in enumerate(prompts, 1):
-            if not ("text" in prompt or "messages" in prompt):
-                raise ValueError(f'{file}, line {number}: neither "text" nor "messages"')
-        return PromptSet(name, tuple(prompts), **options)
+        return PromptSet(name, tuple(read_prompts(Path(file))), **options)
     makers = {"humaneval": humaneval, "chat": chats, "edits": edits}
     if name in makers:
         prompts = makers[name]()

@@ -48,7 +48,7 @@ class Configuration:
         name: The name of the test case.
         arguments: SGLang's flags.
         offset: First prompt. Every thirteenth one follows, so that the rows together have every prompt with
-            `-m long`, and every third one otherwise.
+            `-m long`. Otherwise a row has every third of these.
         draft: Makes the draft in a folder.
         accept_length: Bounds on tokens per cycle, bonus included.
         is_comparable: Of the same prompts as `default_cycles`, without mixed batches or another block size.

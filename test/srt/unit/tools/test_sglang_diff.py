@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -101,6 +102,13 @@ def test_a_planted_change_is_named(planted, copy, capsys):
     output = capsys.readouterr().out
     [line] = told(output)
     assert words in line and ("Required and gone: " in output) == (status == 1)
+
+
+def test_a_version_is_recorded(tmp_path):
+    file = tmp_path / "fingerprints.json"
+    assert run("--record", file) == 0
+    [(version, recorded)] = json.loads(file.read_text()).items()
+    assert version == SourceTree.installed().version and recorded == compare.records()[version]
 
 
 PAGE = ROOT / "docs" / "dev" / "updating-sglang.md"
