@@ -151,11 +151,11 @@ class WeightUpdateRequests(Manager):
             self._models["draft"].renew_cast_weights()
 
     def _run(self, update: Callable[[Any, Any], Any], recv_req: Any) -> Any:
-        if getattr(recv_req, "recapture_cuda_graph", False):
-            raise ValueError(
-                "recapture_cuda_graph is not supported with DFLASH: SGLang does not know its graphs"
-            )
         if isinstance(recv_req, io_struct.UpdateWeightFromDiskReqInput):
+            if recv_req.recapture_cuda_graph:
+                raise ValueError(
+                    "recapture_cuda_graph is not supported with DFLASH: SGLang does not know its graphs"
+                )
             folder, draft = recv_req.model_path, self._models["draft"]
             config = read_config(folder, None)
             self._owner = owner_of_checkpoint(folder, config, draft)
