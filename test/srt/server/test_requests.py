@@ -68,6 +68,8 @@ FIELDS = (
     ("logit_bias", {"logit_bias": {"1000000000": 1.0}}, {}),
     ("logit_bias", {"logit_bias": {"-1": 1.0}}, {}),
     ("top_k", {"temperature": 1.0, "top_k": 2**31}, {}),
+    ("temperature", {"temperature": 1e300, "top_p": 0.9, "min_new_tokens": 1}, {}),
+    ("logit_bias", {"temperature": 1.0, "top_p": 0.9, "logit_bias": {"5": 1e39}}, {}),
     ("stop_regex", {"stop_regex": "["}, {}),
     ("custom_params", {"custom_params": [1]}, {}),
     ("speculative_max_tokens", {"custom_params": {"speculative_max_tokens": -1}}, {}),

@@ -26,6 +26,7 @@ MAX_ANSWERS = 4096
 INT64 = 2**63
 # The sampler keeps `top_k` in 32 bits. Above the vocabulary it keeps every token anyway.
 MAX_TOP_K = 2**31 - 1
+_LARGEST = 1e30  # with which a logit, divided by any temperature, is a float32 still
 _GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 # SGLang fills these in itself.
 _INTERNAL: tuple[str, ...] = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len")
@@ -185,6 +186,9 @@ def request_problem(request: Any, model: Any) -> str | None:
         ("min_new_tokens", [params.min_new_tokens], 0, INT64 - 1),
         ("top_k", [params.top_k], 1, MAX_TOP_K),
         ("top_logprobs_num", [request.top_logprobs_num], 0, model.vocab_size),
+        ("temperature", [params.temperature], 0, _LARGEST),
+        ("logit_bias", (params.logit_bias or {}).values(), -_LARGEST, _LARGEST),
+        ("repetition_penalty", [params.repetition_penalty], 1 / _LARGEST, 2),
     ):
         if outside := [value for value in values if not least <= value <= most]:
             return f"{name}: {outside[0]} is not in {least} to {most}."

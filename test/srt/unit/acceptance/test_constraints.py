@@ -58,6 +58,22 @@ def test_a_grammars_mask_is_its_slots_own(lengths, monkeypatch):
     batch = batch_of()
     batch.has_grammar = True
     constraints.constrain(
-        batch, BLOCK, torch.zeros(layout.num_rows, VOCABULARY), None, object(), None, layout
+        batch, BLOCK, torch.zeros(layout.num_rows, VOCABULARY), None, object(), lambda: None, layout
     )
     assert applied == [[*range(8)] if layout.is_rectangle else [0, 1, 4, 5, 6, 7]]
+
+
+def test_the_grammar_of_a_request_that_ends_is_not_read(monkeypatch):
+    """The barrier ends a request whose grammar refused its last token. llguidance then raises for ever."""
+    seen = []
+    monkeypatch.setattr(constraints, "build_grammar_vocab_mask", lambda reqs, **_: seen.extend(reqs))
+    batch = batch_of()
+    batch.has_grammar = True
+    batch.reqs = [SimpleNamespace(grammar=n, to_finish=None, finished=lambda n=n: n == 1) for n in range(3)]
+
+    def barrier():
+        batch.reqs[0].to_finish = object()
+
+    layout = whole_blocks(3, 4)
+    constraints.constrain(batch, BLOCK, torch.zeros(12, VOCABULARY), None, object(), barrier, layout)
+    assert [req.grammar for req in seen] == [None, None, 2]

@@ -51,6 +51,7 @@ def sampling_info(device: str, bs: int = BS) -> SimpleNamespace:
         need_top_k_sampling=True,
         need_top_p_sampling=True,
         need_min_p_sampling=True,
+        is_any_greedy=True,
         max_top_k=None,
     )
 

@@ -251,6 +251,15 @@ def test_ties_are_cut_as_the_sampler_cuts_them(request_, kept, is_bounded):
     assert (weights > 0).sum() == kept
 
 
+@pytest.mark.parametrize("neighbour", [{}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_a_greedy_request_takes_the_same_of_equal_tokens_beside_any(neighbour):
+    """A sort may begin with any of them."""
+    logits = torch.randn(64, VOCABULARY)
+    logits[:, ::3] = logits.amax(dim=-1, keepdim=True)
+    found, _ = target_probs(logits.clone(), sampling_info(*[{"top_k": 1}, neighbour] * 32), 1)
+    assert torch.equal(found.flatten(0, 1)[::2].argmax(dim=-1), logits[::2].argmax(dim=-1))
+
+
 def test_target_probs_of_a_padded_head_are_contiguous():
     """Kernels read whole rows. Logits of a padded head are a part of wider ones."""
     wide = torch.randn(6, VOCABULARY + 3, generator=torch.Generator().manual_seed(4))

@@ -182,6 +182,9 @@ BAD = (
     ("min_p", {"min_p": 5.0}, {}),
     ("temperature", {"temperature": float("nan")}, {}),
     ("frequency_penalty", {"frequency_penalty": float("nan")}, {}),
+    ("temperature", {"temperature": 1e300, "top_p": 0.9, "min_new_tokens": 1}, {}),
+    ("repetition_penalty", {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1e-300}, {}),
+    *(("logit_bias", {"temperature": 1.0, "top_p": 0.9, "logit_bias": {"5": b}}, {}) for b in (1e39, -1e39)),
     ("logit_bias", {"logit_bias": {"1000000": 1.0}}, {}),
     ("invalid literal", {"logit_bias": {"x": 1.0}}, {}),
     *(

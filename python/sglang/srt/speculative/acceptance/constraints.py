@@ -7,6 +7,7 @@ counts are kept here, on the device, and replace SGLang's own.
 
 import functools
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from sglang_dflash.srt.speculative.acceptance.processors import apply_processors
 from sglang_dflash.srt.speculative.cycle.host import on_device
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.prompts import PrefilledRequests, Prompts
+
+_NO_GRAMMAR = SimpleNamespace(grammar=None)
 
 
 def _terms_of(reqs: Sequence[Any], vocab_size: int, device: torch.device) -> PenaltyTerms:
@@ -175,12 +178,11 @@ def constrain(
         else:
             logits.add_(layout.repeat(info.logit_bias))
     if batch.has_grammar:
+        grammar_barrier()
+        # A request that ends meanwhile, as one with broken logits, may have a grammar in a state of error.
+        reqs: Any = [_NO_GRAMMAR if req.finished() or req.to_finish else req for req in batch.reqs]
         mask = build_grammar_vocab_mask(
-            reqs=batch.reqs,
-            tree=chains,
-            sampling_info=info,
-            device=logits.device,
-            barrier=grammar_barrier,
+            reqs=reqs, tree=chains, sampling_info=info, device=logits.device, barrier=None
         )
         if mask is not None:
             if not layout.is_rectangle:

@@ -204,12 +204,16 @@ def _filter(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info
         sampling_info.need_top_p_sampling,
         sampling_info.need_min_p_sampling,
     )
-    if not any(filters):
-        if sampling_info.is_any_greedy:
-            is_greedy = per_row["top_ks"][:, None] <= 1
-            one_hot_at = per_row["most_likely"][:, None]
-            probs.masked_fill_(is_greedy, 0).scatter_add_(1, one_hot_at, is_greedy.to(probs.dtype))
-        return
+    if any(filters):
+        _keep_likely(probs, per_row, sampling_info)
+    if sampling_info.is_any_greedy:  # a sort may begin with another of the largest
+        is_greedy = per_row["top_ks"][:, None] <= 1
+        one_hot_at = per_row["most_likely"][:, None]
+        probs.masked_fill_(is_greedy, 0).scatter_add_(1, one_hot_at, is_greedy.to(probs.dtype))
+
+
+def _keep_likely(probs: torch.Tensor, per_row: dict[str, torch.Tensor], sampling_info) -> None:
+    """Apply top-k, top-p and min-p, as `_filter` does."""
     max_top_k = sampling_info.max_top_k  # None: some request has no such filter
     if max_top_k is not None and max_top_k <= min(_MOST_WITHOUT_SORT, probs.shape[-1]):
         ranked, ids = probs.topk(max_top_k, dim=-1)
