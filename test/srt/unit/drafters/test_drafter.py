@@ -182,6 +182,25 @@ def test_rows_that_wait_are_the_slots_last_owners(tmp_path):
     assert torch.equal(written(), second) and not torch.equal(first, second)
 
 
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+def test_no_rows_wait_on_a_gpu(tmp_path, monkeypatch):
+    """A graph would write the rows of a slot's next owner before them."""
+    case = Case.variant("plain", tmp_path)
+    pools = case.pools(2, 40)
+    drafter, written = case.drafter(pools, case.config["block_size"]), []
+    monkeypatch.setattr(
+        drafter, "_write", lambda rows, accept_len=None: written.append(rows.cache_loc.item())
+    )
+    commit_an_anchor(drafter, pools, 0, 5, 5, case.aux_hidden(1, seed=1).as_subclass(OnCuda))
+    assert written == [5]
+    commit_an_anchor(drafter, pools, 0, 5, 5, None)  # the graph has written
+    drafter.begin_prefill(SimpleNamespace())
+    assert written == [5]
+
+
 @pytest.mark.parametrize("kind", [Case, DFlash2Case], ids=["DFlash", "DFlash2"])
 def test_blocks_are_written_outside_the_memory_of_graphs(kind, tmp_path):
     """In a graph's own memory the target's graphs would overwrite what they are about to verify."""

@@ -11,6 +11,7 @@ import torch
 
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
+from sglang_dflash.srt.speculative.cycle.layout import whole_blocks
 from sglang_dflash.srt.speculative.cycle.plan import CyclePlan, Proposals
 from sglang_dflash.srt.speculative.cycle.ragged_graphs import AnyRows
 from sglang_dflash.srt.speculative.drafters.copies import UNKNOWN
@@ -194,13 +195,13 @@ def prompts_of(*reqs: SimpleNamespace, running: Sequence[SimpleNamespace] = ()) 
     return SimpleNamespace(new_reqs=reqs, table_rows=rows_of([*reqs, *running]).numpy())
 
 
-def adaptive(group=None, row=0.06, log_every=40) -> AdaptiveLengths:
+def adaptive(group=None, row=0.06, log_every=40, backends=None) -> AdaptiveLengths:
     """Make one. row: seconds of a slot."""
     seconds = 1.0 + row * (np.array(WIDTHS) - 1)
     costs = Costs([1, 64], WIDTHS, np.stack([seconds, seconds]), np.array([0.1, 0.1]))
     group = group or SimpleNamespace(world_size=1, rank_in_group=0)
     metrics = DFlashMetrics(7, None)
-    return AdaptiveLengths(Policy(costs, 32), AnyRows(), Clock(), group, metrics, log_every)
+    return AdaptiveLengths(Policy(costs, 32), backends or AnyRows(), Clock(), group, metrics, log_every)
 
 
 def choose(width: AdaptiveLengths, batch, draws=False, matches=0, caps=7) -> CyclePlan:
@@ -237,6 +238,23 @@ def test_blocks_of_one_length_beside_a_custom_logit_processor():
     plan = choose(adaptive(), batch_of(*reqs, has_processor=True), caps=caps)
     assert set(plan.layout.num_draft_tokens.tolist()) == {plan.verify_len - 1} and plan.verify_len > 1
     assert plan.max_accept[0] == 0
+
+
+class Blocks(AnyRows):
+    """Verifies blocks of 16, of which start-up measured 8."""
+
+    def select(self, lengths, needs_rectangle=False):
+        self.is_whole = needs_rectangle
+        return whole_blocks(len(lengths), 16)
+
+
+def test_rows_of_a_graph_beyond_the_longest_choice():
+    """The last rows of a graph, or a rectangle, may verify more than `candidate_steps` names."""
+    width, batch = adaptive(backends=Blocks()), batch_of(request(0), request(1))
+    width.begin_prefill(prompts_of(*batch.reqs))
+    assert width.backends.is_whole, "a prefill's graph is captured with the backend of whole blocks"
+    [*_, plan] = run(width, batch, 20, lambda plan: plan.max_accept)
+    assert plan.verify_len == 16 and not width.backends.is_whole
 
 
 def test_accept_lengths_of_a_rows_previous_request_are_dropped():

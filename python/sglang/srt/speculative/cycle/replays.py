@@ -14,7 +14,6 @@ ACROSS_REPLAYS = {
     "block.probs.ids": "the draft, for rejection: copied from DFlash2's graph, else found outside graphs",
     "block.probs.probs": "the draft, for rejection: computed outside graphs",
     "drafter._model._blocks": "DFlash's forward, its blocks; or rows for P-EAGLE's: allocated with the pools",
-    "drafter._deferred": "verify forwards of the anchor alone, for a later write of context: clones",
     "drafter._pending": "P-EAGLE's commit, for its next forward: allocated with the pools",
     "drafter._fused_in_graph": "the verify graph, for P-EAGLE's commit: allocated with the pools",
     "verify_tail._runner.graph_shared_output": "the verify graph, its logits: SGLang allocates them outside",

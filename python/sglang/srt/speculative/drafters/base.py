@@ -31,15 +31,11 @@ class Drafter(abc.ABC):
         has_own_table: whether the draft reads through its own request table, which SGLang then makes.
         writes_context_apart: whether context is written without the draft's forward, which a cycle may then
             skip.
-        defers_anchor_only_cycles: whether `commit` keeps the context of cycles that verify the anchor alone,
-            to write it later. Their graphs then write no context. On a CPU it keeps that of all cycles which
-            draft nothing.
     """
 
     num_draft_rows: int
     has_own_table: bool
     writes_context_apart: bool
-    defers_anchor_only_cycles: bool
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         self._runner, self._model, self._block_size = draft_runner, draft_runner.model, block_size
@@ -168,10 +164,6 @@ class VerifyTail:
 
     def _capture(self, graph_runner: Any, out: Any, forward_batch: Any, num_tokens: int) -> None:
         """Absorb states. SGLang calls this at the end of each warm-up and capture of a forward."""
-        # In a graph that is keyed by rows, a number of rows equal to the requests may be one request's block.
-        is_anchor_only = num_tokens == forward_batch.batch_size and not graph_runner.ragged_verify_mode
-        if is_anchor_only and self._drafter.defers_anchor_only_cycles:
-            return
         self._drafter.write_context_in_graph(
             out.hidden_states[:num_tokens], forward_batch.positions, forward_batch.out_cache_loc
         )

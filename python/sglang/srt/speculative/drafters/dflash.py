@@ -23,8 +23,7 @@ from sglang_dflash.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
 
-# Cycles without drafts whose context is written together. On a CPU one row takes as long as twenty.
-# On a GPU each write reads the weights of keys and values.
+# Cycles without drafts whose context is written together on a CPU, where one row takes as long as twenty.
 _MOST_DEFERRED = 8
 
 
@@ -98,15 +97,15 @@ class DFlashDrafter(Drafter):
         # If the anchor's row drafts too, the last position needs no row.
         self.num_draft_rows = block_size - 1 + self._model.draft.num_idle_rows
         self.has_own_table = get_spec().speculative_draft_window_size is not None
-        # Context of cycles that drafted nothing. No kernel reads it before the next block is drafted or
+        # Context of a CPU's cycles that drafted nothing. Nothing reads it before the next block is drafted or
         # another request is prefilled. All rows are of one set of requests: a changed set may give a slot to
-        # another request, whose rows are written later.
+        # another request, whose rows are written later. On a GPU a graph would write that request's earlier.
         self._has_drafted = False
         self._deferred: list[ContextRows] = []
         self._deferred_for = torch.empty(0, dtype=torch.int64)
         # With disaggregation another server's KV may arrive in a slot at any time, and a hierarchical cache
         # copies slots to the host as soon as the target's KV is in them.
-        self.defers_anchor_only_cycles = (
+        self._may_defer = (
             get_disagg().disaggregation_mode == "null" and not get_memory().enable_hierarchical_cache
         )
         self._model.stack_kv_weights()
@@ -163,17 +162,14 @@ class DFlashDrafter(Drafter):
 
     def commit(self, cycle: Cycle, aux_hidden: torch.Tensor | None, accepted: AcceptedBlocks) -> None:
         has_drafted, self._has_drafted = self._has_drafted, False
-        is_on_host = aux_hidden is not None and not aux_hidden.is_cuda
-        may_wait = not has_drafted and (cycle.verify_len == 1 or is_on_host)
-        if not may_wait:
-            self._write_deferred()  # a later write may hit a slot that has another owner by then
         if aux_hidden is None:
             return
         cache_loc = cycle.kv_loc_plan.write_ids(self._runner.kv_index_translator, cols=cycle.write_cols)
         rows = ContextRows(aux_hidden, cycle.layout.to_rows(cycle.positions), cache_loc)
-        if may_wait and self.defers_anchor_only_cycles:
+        if self._may_defer and not has_drafted and not aux_hidden.is_cuda:
             self._defer(cycle, rows, accepted)
             return
+        self._write_deferred()  # a later write may hit a slot that has another owner by then
         # A rejected row's slot is never read: the next block starts at the first of them. Skipping them
         # spares writes on a GPU, if all blocks have one length. On a CPU selecting the others costs more.
         skips = aux_hidden.is_cuda and cycle.layout.is_rectangle
@@ -181,12 +177,8 @@ class DFlashDrafter(Drafter):
 
     def _defer(self, cycle: Cycle, rows: ContextRows, accepted: AcceptedBlocks) -> None:
         """Keep a copy of the accepted rows: the next target forward may overwrite the states."""
-        # SGLang makes another tensor when its batch changes. Comparing values on a GPU would wait for it.
         requests = cycle.req_pool_indices
-        is_same = requests is self._deferred_for or (
-            not requests.is_cuda and torch.equal(requests, self._deferred_for)
-        )
-        if not is_same or len(self._deferred) == _MOST_DEFERRED:
+        if not torch.equal(requests, self._deferred_for) or len(self._deferred) == _MOST_DEFERRED:
             self._write_deferred()
         self._deferred_for = requests
         if cycle.verify_len == 1:

@@ -96,7 +96,6 @@ class PEagleDrafter(Drafter):
 
     has_own_table = True
     writes_context_apart = False
-    defers_anchor_only_cycles = False
 
     def __init__(self, draft_runner: Any, target_model: Any, block_size: int):
         super().__init__(draft_runner, target_model, block_size)

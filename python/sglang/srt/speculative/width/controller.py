@@ -81,6 +81,8 @@ class AdaptiveLengths:
     def begin_prefill(self, prompts: Prompts) -> None:
         """Start the new requests of a prefill."""
         self._start(prompts.table_rows[: len(prompts.new_reqs)])
+        # SGLang's graphs of prefills are captured with the backend of whole blocks.
+        self.backends.select(np.zeros(1, dtype=np.int64), needs_rectangle=True)
 
     def admit_prefilled(self, requests: PrefilledRequests) -> None:
         """Start requests that another server has prefilled."""
@@ -118,7 +120,9 @@ class AdaptiveLengths:
         is_equal = info.has_custom_logit_processor or returns_masks
         plan = plan_lengths(self.backends, sent[0], sent[1] > 0, is_equal)._replace(draws=draws, caps=caps)
         lengths, verify_len = plan.layout.num_draft_tokens, plan.verify_len
-        expected = self.policy.seconds(Choice(lengths, plan.copies), extra_context)
+        # Rows that a graph has beyond the choice may be a request's. The costs end with the largest choice.
+        paid = np.minimum(lengths, self.policy.max_draft_tokens)
+        expected = self.policy.seconds(Choice(paid, plan.copies), extra_context)
         self._trials.append(Trial(plan, rows, self._row_generation[rows], expected))
         self.metrics.count_width(verify_len)
         self._cycles_per_verify_len[verify_len] += 1
