@@ -20,13 +20,14 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import dropwhile
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 from sglang_dflash.srt.doctor.pair import FAULT, PROMPTS, BadInput, Checkpoint, Pair, read_prompts
@@ -136,12 +137,17 @@ def _serve(args: argparse.Namespace) -> int:
     from sglang_dflash.srt.doctor import serve
 
     try:
-        words = shlex.split(args.serve.replace("\\\n", " "))  # of a command on several lines
+        words = shlex.split(re.sub(r"\\\r?\n", " ", args.serve))  # of a command on several lines
     except ValueError as error:
         raise BadInput(f"--serve: {error}") from error
-    flags = list(dropwhile(lambda word: not word.startswith("--"), words))
-    variables = (word for word in words[: len(words) - len(flags)] if "=" in word)
-    os.environ.update(dict(word.split("=", 1) for word in variables))
+    words = [*takewhile(lambda word: not re.match(r"[12&]?[|<>&;]", word), words)]
+    starts = [place for place, word in enumerate(words, 1) if word in ("sglang.launch_server", "serve")]
+    flags = words[starts[0] :] if starts else [*dropwhile(lambda word: not word.startswith("--"), words)]
+    for word in words[: len(words) - len(flags)]:
+        if found := re.match(r"(\w+)=(.*)", word, re.DOTALL):
+            os.environ[found[1]] = found[2]
+    if flags and not flags[0].startswith("-"):  # `sglang serve MODEL`
+        flags.insert(0, "--model-path")
     if args.device is not None:
         flags += ["--device", args.device]
     answer = serve.examine(flags, is_hopper=args.device == "cuda" and not torch.cuda.is_available())

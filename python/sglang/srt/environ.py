@@ -53,7 +53,7 @@ class Option(Generic[T]):
             return self.default
         try:
             return self.parse(text)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, OverflowError) as error:
             raise ValueError(f"{self.variable} must be {self.wanted}, got {text!r}.") from error
 
     def set(self, value: object) -> None:
@@ -107,7 +107,7 @@ class DFlashOptions:
         "numbers separated by commas",
     )
     # --speculative-record: a folder for finished requests, to train a draft on (`observability/record.py`).
-    RECORD: Option[str | None] = Option("SGLANG_DFLASH_RECORD", None, str)
+    RECORD: Option[str | None] = Option("SGLANG_DFLASH_RECORD", None, os.path.expanduser)
     # --speculative-record-share, of requests, and --speculative-record-limit, of the folder in bytes.
     RECORD_SHARE = Option("SGLANG_DFLASH_RECORD_SHARE", 1.0, float, "a number")
     RECORD_LIMIT = Option("SGLANG_DFLASH_RECORD_LIMIT", 2 * 10**9, _parse_bytes, "a size such as 500MB")
@@ -119,3 +119,10 @@ class DFlashOptions:
     OBSERVERS: Option[tuple[str, ...]] = Option(
         "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))
     )
+
+
+def check_values() -> None:
+    """Raise ValueError for a variable that cannot be read, before a scheduler reads it."""
+    for option in vars(DFlashOptions).values():
+        if isinstance(option, Option):
+            option.requested()

@@ -222,16 +222,15 @@ def check_simulated_lens(block_size: int) -> None:
         )
 
 
-def check_record_options() -> None:
-    """Raise ValueError if the record cannot be written as it was requested."""
+def check_record_options(num_ranks: int) -> None:
+    """Raise ValueError if so many ranks cannot write the record as it was requested."""
     folder = DFlashOptions.RECORD.get()
     share, limit = DFlashOptions.RECORD_SHARE.get(), DFlashOptions.RECORD_LIMIT.get()
     if not 0 <= share <= 1:
         raise ValueError(f"--speculative-record-share must be from 0 to 1, got {share:g}.")
-    if limit < FILE_BYTES:
-        raise ValueError(
-            f"--speculative-record-limit must be a file's {FILE_BYTES} bytes or more, got {limit}."
-        )
+    # Each rank writes a file. With one more file, no rank removes what another is writing.
+    if limit < (least := FILE_BYTES * (num_ranks + (num_ranks > 1))):
+        raise ValueError(f"--speculative-record-limit must be {least} bytes or more, got {limit}.")
     if folder is None:
         return
     try:

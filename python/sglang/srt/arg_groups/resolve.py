@@ -26,7 +26,13 @@ from sglang_dflash.srt.arg_groups.support import (
     flag_of,
     server_problems,
 )
-from sglang_dflash.srt.configs.checkpoint import read_config, read_file, read_mask_embedding, tensors_of
+from sglang_dflash.srt.configs.checkpoint import (
+    find_file,
+    read_config,
+    read_file,
+    read_mask_embedding,
+    tensors_of,
+)
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import config_remarks
 from sglang_dflash.srt.configs.draft_kinds import (
@@ -38,7 +44,7 @@ from sglang_dflash.srt.configs.draft_kinds import (
 from sglang_dflash.srt.configs.draft_tensors import examine_tensors, vocabulary_problems
 from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.configs.quantization import quantization_of
-from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE, DFlashOptions
+from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE, DFlashOptions, check_values
 from sglang_dflash.srt.speculative.targets.kinds import check_embedding, find_capture_method
 from sglang_dflash.srt.speculative.targets.recurrent import check_states_are_committed
 
@@ -78,6 +84,7 @@ def prepare(server_args: Any) -> Configs | None:
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
+    check_values()
     args = resolving_view(server_args)
     checkpoint = args.speculative_draft_model_path
     _check_draft_is_there(checkpoint)
@@ -99,7 +106,8 @@ def _check_draft_is_there(path: str | None) -> None:
     # `dir/name` may be a hub id; it is a path if there is such a directory here.
     may_be_hub_id = path.count("/") == 1 and not path.startswith((".", "~", "/"))
     looks_local = not may_be_hub_id or os.path.isdir(path.split("/")[0])
-    if looks_local and not os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
+    is_there = os.path.isfile(os.path.join(os.path.expanduser(path), "config.json"))
+    if looks_local and not is_there and not (may_be_hub_id and find_file(path)):
         raise ValueError(f"--speculative-draft-model-path {path!r}: no config.json there.")
 
 
@@ -135,7 +143,7 @@ def resolve_arguments(server_args: Any, configs: Configs, is_adaptive: bool) -> 
     block_size = choose_block_size(args, draft)
     check_simulated_lens(block_size)
     check_copy_ahead(block_size)
-    check_record_options()
+    check_record_options(args.dp_size * args.attn_dp_size)
     max_running_requests = args.max_running_requests or DEFAULT_MAX_RUNNING_REQUESTS
     check_kept_rows(args, max_running_requests, block_size)
     is_recurrent = mambaish_config(target_model) is not None

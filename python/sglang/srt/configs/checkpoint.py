@@ -148,7 +148,7 @@ def _read_pickle(path: str, file: str) -> Iterator[tuple[str, StoredTensor]]:
 
 def weight_files(folder: str) -> list[str]:
     """Return the names of the files that SGLang loads. Raises ValueError if there are none."""
-    found = sorted(os.listdir(folder))
+    found = sorted(name for name in os.listdir(folder) if not name.startswith("."))
     for kind in _KINDS:
         names = [name for name in found if name.endswith(kind) and name not in _NO_WEIGHTS]
         if names == ["consolidated.safetensors", "model.safetensors"] and INDEX not in found:
@@ -215,6 +215,8 @@ def read_mask_embedding(checkpoint: str, revision: str | None = None) -> MaskEmb
     try:
         saved = _load_pickle(path, MASK_EMBEDDING_FILE)
         mask = MaskEmbedding(operator.index(saved["mask_token_id"]), saved["embedding"].flatten())
+        if not mask.vector.isfinite().all():
+            raise ValueError(f"{MASK_EMBEDDING_FILE} holds values that are not finite")
     except ValueError as error:
         raise DraftConfigError(checkpoint, [str(error)]) from error
     except (LookupError, TypeError, AttributeError) as error:

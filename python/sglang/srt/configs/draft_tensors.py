@@ -101,7 +101,7 @@ def examine_tensors(
                 twice = f"which is in {read[name].file} too" if stored.file else "which is there twice"
                 found.problems.append(f"{stored.where}{full_name} stands for {name}, {twice}")
             read[name] = stored
-            if name in VOCABULARY_MAPS and stored.dtype in (*INTEGERS, "BOOL"):
+            if name in VOCABULARY_MAPS and stored.shape and stored.dtype in (*INTEGERS, "BOOL"):
                 found.maps[name] = stored.values[...]
             elif not is_ignored(name) and (len(stored.shape) == 1 or name.rpartition(".")[2] in _SCALES):
                 problems = value_problems(name, stored.values[...])

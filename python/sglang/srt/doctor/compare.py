@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, have_one_mask
+from sglang_dflash.srt.configs.fields import as_object
 from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, TranscriptDrafts, blocks
 from sglang_dflash.srt.doctor.measure import capture, continue_texts, encode, load_draft, load_target
 from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair, read_prompts
@@ -63,11 +64,11 @@ class Record:
     def __init__(self, path: Path):
         """Read a record. Raises BadInput if its files name several targets."""
         self.texts: list[Text] = []
-        self.target: dict[str, Any] | None = None
+        self.target: Mapping[str, Any] | None = None
         self.skipped = 0
         for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
             for row in self._rows(file):
-                named = row.get("target")
+                named = as_object(row.get("target"))
                 if named and self.target not in (None, named):
                     raise BadInput(f"{file}: records another target than the files before it")
                 self.target = named or self.target

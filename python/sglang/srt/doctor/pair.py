@@ -3,6 +3,7 @@
 Every finding comes with advice.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from sglang_dflash.srt.configs.checkpoint import (
     read_mask_embedding,
     read_object,
     tensors_of,
+    weight_files,
 )
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import flat_config
@@ -64,17 +66,22 @@ class Checkpoint:
 
     @property
     def has_tensors(self) -> bool:
-        return any(self.folder.glob("*.safetensors"))
+        with contextlib.suppress(ValueError):
+            return bool(weight_files(str(self.folder)))
+        return False
+
+    @cached_property
+    def stored(self) -> list[tuple[str, StoredTensor]]:
+        """Every tensor with its name in the files, where two may have one name. Raises BadInput."""
+        try:
+            return [*tensors_of(str(self.folder))]
+        except ValueError as error:
+            raise BadInput(f"{self.name}: {error}") from error
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor, by our name of it. Raises BadInput."""
-        if not self.has_tensors:
-            raise BadInput(f"{self.name}: no safetensors file there")
-        try:
-            return {canonical_name(name): stored for name, stored in tensors_of(str(self.folder))}
-        except ValueError as error:
-            raise BadInput(f"{self.name}: {error}") from error
+        return {canonical_name(name): stored for name, stored in self.stored}
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -249,6 +256,7 @@ class Pair:
     rotary_shares: tuple[float, ...]
 
     def __init__(self, target: Checkpoint, draft: Checkpoint):
+        from huggingface_hub.errors import StrictDataclassError
         from transformers import Qwen3Config
 
         self.target, self.draft = target, draft
@@ -275,14 +283,13 @@ class Pair:
             )
         except DraftConfigError as error:
             self.config_faults = [fault(problem, config_advice(problem), True) for problem in error.problems]
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, StrictDataclassError) as error:
             self.config_faults = [fault(f"config.json is not a Qwen3 draft's: {error}", FETCH_AGAIN, True)]
 
     @cached_property
     def examined_tensors(self) -> ExaminedTensors:
         """The tensors as a dense draft would have them, with their faults."""
-        tensors = ((name, replace(stored, file="")) for name, stored in self.draft.tensors.items())
-        return examine_tensors(self.hf_config, self.config, tensors)
+        return examine_tensors(self.hf_config, self.config, self.draft.stored)
 
 
 def config_advice(problem: str) -> str:

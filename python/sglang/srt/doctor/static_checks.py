@@ -76,8 +76,10 @@ def _provenance_findings(pair: Pair) -> Iterator[Finding]:
     speculators = pair.draft.config.get("speculators_config")
     verifier = as_object(as_object(speculators).get("verifier"))
     made_for, actual = verifier.get("architectures"), pair.target.config.get("architectures")
-    if made_for and actual and set(made_for).isdisjoint(actual):
-        problem = f"the draft was made for a {'/'.join(made_for)}, the target is a {'/'.join(actual)}"
+    if isinstance(made_for, list) and made_for and actual and set(map(str, made_for)).isdisjoint(actual):
+        problem = (
+            f"the draft was made for a {'/'.join(map(str, made_for))}, the target is a {'/'.join(actual)}"
+        )
         yield fault(problem, OTHER_TARGET)
     name = verifier.get("name_or_path")
     folder = str(pair.target.folder.resolve()).lower()

@@ -116,6 +116,7 @@ class RecordWriter:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed it
         found = {}
         for path in filter(_is_ours, self._folder.glob("*.jsonl")):
             with contextlib.suppress(FileNotFoundError):  # another rank has just removed it

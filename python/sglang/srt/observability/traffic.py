@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.observability.record import RecordWriter, describe_target
+from sglang_dflash.srt.observability.record import FILE_BYTES, RecordWriter, describe_target
 from sglang_dflash.srt.patching import WORKER, patches
 
 FIELD = "speculative_record"  # in a request's `custom_params`
@@ -97,7 +97,9 @@ def start_recording(target_worker: Any, on_count: Callable[[int], None]) -> Traf
     global _recorder
     folder, parallel = DFlashOptions.RECORD.get(), get_parallel()
     if folder is not None and (parallel.attn_tp_rank, parallel.attn_cp_rank) == (0, 0):
-        runner, limit = target_worker.model_runner, DFlashOptions.RECORD_LIMIT.get()
+        runner = target_worker.model_runner
+        # The other ranks' open files may grow to their full size.
+        limit = DFlashOptions.RECORD_LIMIT.get() - (parallel.num_dp_ranks - 1) * FILE_BYTES
         target = describe_target(runner.model_config.vocab_size, target_worker.tokenizer)
         name = f"dp{parallel.dp_rank or 0}-tp{parallel.tp_rank}"
         writer = RecordWriter(folder, limit=limit, target=target, name=name, on_count=on_count)

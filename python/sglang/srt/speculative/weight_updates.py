@@ -18,7 +18,7 @@ from sglang.srt.utils.hf_transformers_utils import get_config
 from sglang_dflash.srt.configs.checkpoint import (
     MASK_EMBEDDING_FILE,
     have_one_mask,
-    read_config,
+    read_file,
     read_mask_embedding,
     tensor_shapes,
 )
@@ -157,7 +157,7 @@ class WeightUpdateRequests(Manager):
                     "recapture_cuda_graph is not supported with DFLASH: SGLang does not know its graphs"
                 )
             folder, draft = recv_req.model_path, self._models["draft"]
-            config = read_config(folder, None)
+            config = read_file(folder)
             self._owner = owner_of_checkpoint(folder, config, draft)
             if config and self._owner == "draft":
                 runner = dict(super()._select_runners())["draft"]

@@ -9,7 +9,9 @@ from sglang.srt.arg_groups.model_override_base import resolving_view
 from sglang.srt.server_args import ServerArgs
 from support.checkpoint_fields import GOOD, GOOD_PEAGLE
 
+from sglang_dflash.srt.arg_groups import resolve
 from sglang_dflash.srt.arg_groups.checkpoint_detection import detect_speculators_model, locate_verifier
+from sglang_dflash.srt.arg_groups.resolve import _check_draft_is_there
 from sglang_dflash.srt.configs.fields import DraftConfigError
 
 
@@ -134,12 +136,17 @@ def test_an_ordinary_eagle3_draft_is_left_alone(peagle, config):
     assert detect(model_path=target, speculative_algorithm="EAGLE3").speculative_algorithm == "EAGLE3"
 
 
-def test_peagle_with_another_draft_is_named(peagle):
+def test_peagle_with_another_draft_is_named(peagle, monkeypatch):
     target, algorithm = str(peagle.parent / "target"), {"speculative_algorithm": "PEAGLE"}
     with pytest.raises(ValueError, match="PEAGLE needs a draft"):
         detect(model_path=target, **algorithm)
     with pytest.raises(ValueError, match="no config.json there"):
         detect(model_path=target, speculative_draft_model_path=str(peagle / "gone"), **algorithm)
+    monkeypatch.chdir(peagle.parent)
+    monkeypatch.setattr(resolve, "find_file", {"target/on-the-hub": "config.json"}.get)
+    _check_draft_is_there("target/on-the-hub")  # beside a folder of the publisher's name
+    with pytest.raises(ValueError, match="no config.json there"):
+        _check_draft_is_there("target/nowhere")
     (peagle / "config.json").write_text(json.dumps(GOOD_PEAGLE | {"speculators_model_type": "eagle3"}))
     with pytest.raises(ValueError, match="is no P-EAGLE checkpoint: its speculators_model_type is 'eagle3'"):
         detect(model_path=target, speculative_draft_model_path=str(peagle), **algorithm)

@@ -1,6 +1,7 @@
 """Our own flags: on the command line, in a --config file, and as environment variables."""
 
 import argparse
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,9 @@ from sglang_dflash.srt.arg_groups.options import (
     check_simulated_lens,
     resolve_adaptive,
 )
-from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead
+from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead, prepare
 from sglang_dflash.srt.environ import DFlashOptions, Option
+from sglang_dflash.srt.observability.record import FILE_BYTES
 from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
@@ -123,26 +125,45 @@ def test_lengths_that_cannot_be_simulated_are_refused(monkeypatch, means, enviro
         (["--speculative-record-share", "half"], "must be a number, got 'half'"),
         (["--speculative-record-limit", "7MB"], "--speculative-record-limit must be .* got 7000000"),
         (["--speculative-record-limit", "2 gigs"], "a size such as 500MB, got '2 gigs'"),
+        (["--speculative-record-limit", "9" * 400], "a size such as 500MB, got '9*'"),
         (["--speculative-record-limit", "inf"], "a size such as 500MB, got 'inf'"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(parser, tmp_path, arguments, words):
-    check_record_options()  # nobody asked
+    check_record_options(1)  # nobody asked
     folder = tmp_path / "deep" / "record"
     parser.parse_args(["--speculative-record", str(folder), "--speculative-record-limit", "0.5GB"])
-    check_record_options()
+    check_record_options(1)
     assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
     assert DFlashOptions.RECORD_LIMIT.get() == 5 * 10**8
     parser.parse_args(arguments)
     with pytest.raises(ValueError, match=words):
-        check_record_options()
+        check_record_options(1)
+
+
+def test_a_record_has_a_file_for_each_rank(parser, tmp_path):
+    parser.parse_args(["--speculative-record", str(tmp_path), "--speculative-record-limit", "26MB"])
+    check_record_options(2)
+    with pytest.raises(ValueError, match=f"must be {4 * FILE_BYTES} bytes or more, got 26000000"):
+        check_record_options(3)
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in vars(DFlashOptions).values() if isinstance(option, Option)]
+)
+def test_a_value_that_cannot_be_read_ends_the_start(option, monkeypatch):
+    if option.parse in (str, os.path.expanduser) or option is DFlashOptions.OBSERVERS:
+        return  # any text
+    monkeypatch.setenv(option.variable, "yes")
+    with pytest.raises(ValueError, match=f"^{option.variable} must be .*, got 'yes'"):
+        prepare(None)
 
 
 def test_a_record_without_a_place_is_refused(parser, tmp_path):
     (tmp_path / "file").touch()
     parser.parse_args(["--speculative-record", str(tmp_path / "file")])
     with pytest.raises(ValueError, match=f"--speculative-record {tmp_path}/file: cannot be written"):
-        check_record_options()
+        check_record_options(1)
 
 
 def test_adaptive_width_learns_from_lengths_by_request(parser, monkeypatch):

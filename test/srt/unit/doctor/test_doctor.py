@@ -19,12 +19,13 @@ from training import quantization_cost
 from transformers import AutoTokenizer
 
 from sglang_dflash import doctor
-from sglang_dflash.srt.doctor import measure, static_checks
+from sglang_dflash.srt.doctor import measure, serve, static_checks
 from sglang_dflash.srt.doctor.interpretations import other_interpretations
 from sglang_dflash.srt.doctor.measure import encode
 from sglang_dflash.srt.doctor.pair import PROMPTS, BadInput, Checkpoint, Pair, read_prompts
 from sglang_dflash.srt.doctor.plain_drafts import plain_draft
 from sglang_dflash.srt.doctor.report import as_json, page
+from sglang_dflash.srt.doctor.serve import ServeReport
 
 BUNDLED = (DRAFT, SPECULATORS_DRAFT, PEAGLE_DRAFT, DFLASH2_DRAFT)
 
@@ -172,7 +173,7 @@ BAD_INPUT = {
     "no config": (lambda p: folder_with(p / "d"), "config.json cannot be read: No such file"),
     "no JSON": (lambda p: folder_with(p / "d", "{"), "config.json is not JSON"),
     "no object": (lambda p: folder_with(p / "d", "[]"), "config.json must hold an object, this is a list"),
-    "no tensors": (lambda p: folder_with(p / "d", CONFIG), "no safetensors file"),
+    "no tensors": (lambda p: folder_with(p / "d", CONFIG), "no weights are there"),
     "no header": (
         lambda p: folder_with(p / "d", CONFIG, b"hello"),
         "model.safetensors is no safetensors file",
@@ -215,6 +216,58 @@ def test_bad_files_are_one_line(more, said, tmp_path, capsys):
     assert examine(DRAFT, *(part.format(tmp_path) for part in more)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and re.fullmatch(f"doctor: .*({said}).*\n", captured.err), captured.err
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"initializer_range": "0.02"}, "config.json is not a Qwen3 draft's"),
+        ({"attention_dropout": None}, "config.json is not a Qwen3 draft's"),
+        ({"speculators_config": {"verifier": {"architectures": [["Other"], 7]}}}, "made for a "),
+        ({"speculators_config": {"verifier": {"architectures": "Qwen3ForCausalLM"}}}, None),
+    ],
+)
+def test_a_config_of_wrong_types_is_a_finding(changes, said, tmp_path, capsys):
+    base = SPECULATORS_DRAFT if "speculators_config" in changes else DRAFT
+    assert examine(make_draft(tmp_path / "draft", base=base, **changes)) == int(said is not None)
+    captured = capsys.readouterr()
+    assert not captured.err and (said or "No fault found.") in captured.out
+
+
+def test_files_are_those_that_a_server_loads(tmp_path, capsys):
+    """Two with the same tensors end a start. Hidden ones are no checkpoint's."""
+    draft = make_draft(tmp_path / "draft")
+    (draft / "._model.safetensors").write_bytes(b"of a Mac")
+    assert examine(draft) == 0
+    shutil.copy(draft / "model.safetensors", draft / "old.safetensors")
+    assert examine(draft) == 1
+    assert "old.safetensors: fc.weight stands for fc.weight, which is in model.safetensors too" in (
+        capsys.readouterr().out
+    )
+    (draft / "old.safetensors").unlink()
+    torch.save(load_file(draft / "model.safetensors"), draft / "pytorch_model.bin")
+    (draft / "model.safetensors").rename(tmp_path / "elsewhere")
+    (draft / "._model.safetensors").unlink()
+    assert examine(draft) == 0
+
+
+@pytest.mark.parametrize(
+    "command, flags",
+    [
+        ("python -m sglang.launch_server --model-path {}", "--model-path {}"),
+        ("A='b c' numactl --interleave=all python -m sglang.launch_server --port 1", "--port 1"),
+        ("sglang serve {} --port 1", "--model-path {} --port 1"),
+        ("sglang serve --model-path {} \\\r\n  --port 1 > log 2>&1 &", "--model-path {} --port 1"),
+        ("--model-path {} | tee log", "--model-path {}"),
+    ],
+)
+def test_commands_as_people_have_them(command, flags, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(serve, "examine", lambda flags, **_: seen.extend(flags) or ServeReport(serve.OURS))
+    monkeypatch.setattr(doctor.os, "environ", {})
+    assert doctor.main(["--serve", command.format(TARGET)]) == 0
+    assert seen == flags.format(TARGET).split()
+    assert doctor.os.environ == ({"A": "b c"} if "A=" in command else {})
 
 
 def test_a_prompt_may_hold_what_else_ends_a_line(tmp_path):
@@ -496,6 +549,9 @@ def test_a_damaged_mask_embedding_is_a_fault(tmp_path, capsys):
     torch.save({"embedding": torch.zeros(9), "mask_token_id": 3}, draft / "mask_embedding.pt")
     assert examine(draft) == 1
     assert "mask_embedding.pt holds 9 numbers, expected 256" in capsys.readouterr().out
+    torch.save({"embedding": torch.full([256], torch.nan), "mask_token_id": 3}, draft / "mask_embedding.pt")
+    assert examine(draft) == 1
+    assert "mask_embedding.pt holds values that are not finite" in capsys.readouterr().out
 
 
 def test_greedy_answers_follow_no_penalty_of_the_target(tmp_path):

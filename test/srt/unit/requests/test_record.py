@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -89,6 +90,23 @@ def test_the_oldest_files_go_first(tmp_path, monkeypatch):
     assert writer.counts["dropped"] == 1 and len(lines(tmp_path)) == len(numbers)
 
 
+def test_ranks_share_a_folder(tmp_path, monkeypatch):
+    """With the limit that each rank gets, all files fit, and no rank removes another's open file."""
+    monkeypatch.setattr(record, "FILE_BYTES", 1000)
+    writers = [RecordWriter(str(tmp_path), 4000 - 2 * 1000, TARGET, f"dp{rank}") for rank in range(3)]
+    for number in range(90):
+        writer = writers[number % 3]
+        writer.add({**ROW, "number": number})
+        writer.rows.join()
+        assert sum(file.stat().st_size for file in tmp_path.glob("*.jsonl")) <= 4000
+        assert os.fstat(writer._file).st_nlink
+    assert {*range(87, 90)} <= {row["number"] for row in lines(tmp_path)}
+    shutil.rmtree(tmp_path)
+    writers[0].add(ROW)
+    writers[0].rows.join()
+    assert len(lines(tmp_path)) == 1 and not writers[0].counts["dropped"]
+
+
 def test_another_rank_removes_a_file_at_the_same_time(tmp_path, monkeypatch):
     gone, look = tmp_path / f"{time.time_ns()}-other-1.jsonl", Path.stat
     gone.write_text("{}")
@@ -132,8 +150,9 @@ def test_what_cannot_be_written_is_dropped_with_one_warning(tmp_path, monkeypatc
             raise OSError(28, "No space left on device")
         return write(file, data[:9])
 
-    if fault != "gone":
-        (tmp_path / "record").mkdir()
+    if fault == "gone":
+        (tmp_path / "record").write_text("a file in the folder's place")
+    else:
         writer.add(ROW)
         writer.rows.join()
         monkeypatch.setattr(record.os, "write", fail)
@@ -141,7 +160,8 @@ def test_what_cannot_be_written_is_dropped_with_one_warning(tmp_path, monkeypatc
         writer.add(ROW)
         writer.rows.join()
     monkeypatch.setattr(record.os, "write", write)
-    (tmp_path / "record").mkdir(exist_ok=True)
+    if fault == "gone":
+        (tmp_path / "record").unlink()
     writer.add(ROW)
     writer.rows.join()
     written = 1 if fault == "gone" else 2

@@ -251,6 +251,9 @@ def test_another_drafts_config_on_disk(pair, tmp_path):
     assert not is_done and "old weights stay" in message and "differ in target_layer_ids (" in message
     assert same(state(pair.draft), before)
     assert pair.load(make_draft(tmp_path / "longer", block_size=16))[0]
+    (other / "config.json").write_text((other / "config.json").read_text()[:-9])  # cut short
+    is_done, message = pair.load(other)
+    assert not is_done and "config.json is not JSON" in message and same(state(pair.draft), before)
     masked = make_draft(tmp_path / "masked")
     torch.save({"embedding": torch.zeros(256), "mask_token_id": 3}, masked / "mask_embedding.pt")
     is_done, message = pair.load(masked)
