@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -68,6 +68,11 @@ def _switch(name: str, is_extra: bool = False) -> Option[bool]:
     return Option(name, default=False, parse=parse, wanted="1 or 0", is_extra=is_extra)
 
 
+def _list_of(kind: Callable[[str], Any], name: str, is_extra: bool = False) -> Option[tuple[Any, ...]]:
+    wanted = f"{kind.__name__} values separated by commas"
+    return Option(name, (), lambda text: tuple(map(kind, text.split(","))), wanted, is_extra)
+
+
 def _parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.upper())
     if found is None:
@@ -94,18 +99,13 @@ class DFlashOptions:
     # A FlashInfer target's lengths are waited for while the draft runs. Off until a GPU shows one request to
     # be at least 1.15 times as fast with it as without (the table of defaults in benchmark/gpu/README.md).
     WAIT_UNDER_DRAFT = _switch("SGLANG_DFLASH_WAIT_UNDER_DRAFT", is_extra=True)
-    # Settings of adaptive width as JSON, from the main process to the schedulers; None: verify whole blocks.
-    ADAPTIVE: Option[str | None] = Option("SGLANG_DFLASH_ADAPTIVE", None, str, is_extra=True)
+    # Slots that adaptive width measures, from the main process to the schedulers. Empty: verify whole blocks.
+    ADAPTIVE: Option[tuple[int, ...]] = _list_of(int, "SGLANG_DFLASH_ADAPTIVE", is_extra=True)
     # Our attention and layers on a CPU for servers without a draft too, as the benchmark's baseline.
     CPU_LAYERS = _switch("SGLANG_DFLASH_CPU_LAYERS")
     # For benchmarks: mean accept lengths to simulate, the bonus token included, of the rows of the request
     # table in turn.
-    SIMULATE_ACC_LENS: Option[tuple[float, ...]] = Option(
-        "SGLANG_DFLASH_SIMULATE_ACC_LENS",
-        (),
-        lambda text: tuple(map(float, text.split(","))),
-        "numbers separated by commas",
-    )
+    SIMULATE_ACC_LENS: Option[tuple[float, ...]] = _list_of(float, "SGLANG_DFLASH_SIMULATE_ACC_LENS")
     # --speculative-record: a folder for finished requests, to train a draft on (`observability/record.py`).
     RECORD: Option[str | None] = Option("SGLANG_DFLASH_RECORD", None, os.path.expanduser)
     # --speculative-record-share, of requests, and --speculative-record-limit, of the folder in bytes.
@@ -116,9 +116,7 @@ class DFlashOptions:
     # SGLang's built-in DFLASH serves: from the main process to its children, which report it.
     FALLBACK = _switch("SGLANG_DFLASH_FALLBACK")
     # Observers of the cycle (`cycle/observer.py`), `module:Class` each, separated by commas.
-    OBSERVERS: Option[tuple[str, ...]] = Option(
-        "SGLANG_DFLASH_OBSERVERS", (), lambda text: tuple(text.split(","))
-    )
+    OBSERVERS: Option[tuple[str, ...]] = _list_of(str, "SGLANG_DFLASH_OBSERVERS")
 
 
 def check_values() -> None:

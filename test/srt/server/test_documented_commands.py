@@ -46,7 +46,7 @@ from sglang_dflash.srt.speculative.caps import requested_caps
 from sglang_dflash.srt.speculative.cycle.layout import VerifyLayout
 from sglang_dflash.srt.speculative.cycle.observer import CycleObserver, observers_from_environment
 from sglang_dflash.srt.speculative.dflash_worker import DFlashWorker
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import lens_to_verify, parse_steps
 
 COMMANDS = list(dict.fromkeys(commands()))
 SERVERS = [command for command in COMMANDS if is_server(command)]
@@ -300,7 +300,7 @@ def test_settings_and_metrics_in_the_text_exist(monkeypatch):
     settings = [text for page in PAGES for kind, text in blocks(page) if kind == "json"]
     assert settings
     for text in settings:
-        assert AdaptiveSettings.parse(text).verify_lens(8) == (1, 4, 8)
+        assert lens_to_verify(parse_steps(text), 8) == (1, 4, 8)
     registry = CollectorRegistry()
     monkeypatch.setattr("prometheus_client.REGISTRY", registry)
     DFlashMetrics(7, {"model_name": "tiny"})

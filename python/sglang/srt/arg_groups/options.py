@@ -14,7 +14,7 @@ from typing import Any
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.record import FILE_BYTES
 from sglang_dflash.srt.patching import LOAD, patches
-from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import ON_BY_DEFAULT, lens_to_verify, read_steps
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,8 @@ class _TurnOn(argparse._StoreTrueAction):
 
     def __call__(self, parser, namespace, values, option_string=None):
         getattr(DFlashOptions, self._option).set(1)
-
-
-class _TurnOffAdaptive(_TurnOn):
-    """Turn off SGLang's --speculative-adaptive. The last of the two flags counts."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        super().__call__(parser, namespace, values, option_string)
-        namespace.speculative_adaptive = False
+        if self._option == "NO_ADAPTIVE":  # the last of it and SGLang's --speculative-adaptive counts
+            namespace.speculative_adaptive = False
 
 
 @patches(
@@ -134,7 +128,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--no-speculative-adaptive",
         "Always verify whole blocks. By default each cycle on a CPU verifies as many drafted tokens as pay "
         "off; on a GPU that needs --speculative-adaptive.",
-        action=_TurnOffAdaptive,
+        action=_TurnOn,
         option="NO_ADAPTIVE",
     )
 
@@ -159,7 +153,7 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
     if config is not None and not is_requested and DFlashOptions.NO_ADAPTIVE.get():
         raise ValueError("--speculative-adaptive-config has no effect with --no-speculative-adaptive.")
     is_requested = is_requested or config is not None
-    settings = AdaptiveSettings.read(config)
+    steps = read_steps(config)
     if DFlashOptions.BASIC_MODE.get() or (DFlashOptions.NO_ADAPTIVE.get() and not is_requested):
         return
     reason = _reason_against_adaptive(args, is_recurrent)
@@ -169,11 +163,12 @@ def resolve_adaptive(args: Any, is_requested: bool, block_size: int, is_recurren
     if not is_requested and (reason := reason or _reason_against_default(args, block_size)):
         logger.info("DFLASH verifies whole blocks: adaptive width is %s.", reason)
         return
-    settings.to_environment()
+    verify_lens = lens_to_verify(steps, block_size)
+    DFlashOptions.ADAPTIVE.set(",".join(map(str, verify_lens)))
     logger.info(
         "DFLASH: each cycle verifies as many slots of a block as pay off, one of %s "
         "(--no-speculative-adaptive: always all).",
-        list(settings.verify_lens(block_size)),
+        list(verify_lens),
     )
 
 

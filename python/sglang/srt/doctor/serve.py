@@ -150,15 +150,11 @@ def _resolve(arguments: Sequence[str]) -> Any:
 
 def _settings(args: Any, is_builtin: bool) -> dict[str, Any]:
     """Return what is on and off, from the resolved arguments and options."""
-    from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
-
     block = args.speculative_num_draft_tokens
     found: dict[str, Any] = {"block size": block, "dtype": str(args.dtype)}
     if not is_builtin:
-        adaptive = AdaptiveSettings.from_environment()
-        widths = adaptive.verify_lens(block) if adaptive else ()
         found |= {
-            "adaptive width": ", ".join(map(str, widths)) if adaptive else False,
+            "adaptive width": ", ".join(map(str, DFlashOptions.ADAPTIVE.get())) or False,
             "copies": DFlashOptions.COPY_AHEAD.get(),
             "drawn drafts": bool(args.speculative_use_rejection_sampling),
             "wait under the draft": DFlashOptions.WAIT_UNDER_DRAFT.get(),

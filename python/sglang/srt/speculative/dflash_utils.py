@@ -1,28 +1,16 @@
 """Ranks, layers, graph memory and request rows that the target and the draft share."""
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import draft_pp_context
-
-from sglang_dflash.srt.compat import run_as_draft
 
 logger = logging.getLogger(__name__)
 
 # The draft's graphs and their workspaces take a few hundred MB. Without them a step still runs.
 DRAFT_GRAPHS_NEED_GB = 1.0
-
-
-@contextlib.contextmanager
-def as_draft(draft_ranks: Any) -> Iterator[None]:
-    """Build and run the draft as if its ranks were all there are."""
-    with draft_pp_context(), run_as_draft(draft_ranks):
-        yield
 
 
 def check_borrowed_layers(draft_ranks: Any, target_model: Any) -> None:

@@ -27,7 +27,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.kernels.ops.speculative.accept import AcceptedBlocks
-from sglang_dflash.srt.compat import resolve_draft_ranks
+from sglang_dflash.srt.compat import resolve_draft_ranks, run_as_draft
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.observability.traffic import start_recording
@@ -42,7 +42,7 @@ from sglang_dflash.srt.speculative.cycle.plan import CycleInFlight, CyclePlan, P
 from sglang_dflash.srt.speculative.cycle.prompts import Prompts
 from sglang_dflash.srt.speculative.cycle.verify import verify
 from sglang_dflash.srt.speculative.dflash_info import DFlashDraftInput
-from sglang_dflash.srt.speculative.dflash_utils import as_draft, defer_row_reuse, has_room_for_draft_graphs
+from sglang_dflash.srt.speculative.dflash_utils import defer_row_reuse, has_room_for_draft_graphs
 from sglang_dflash.srt.speculative.drafters.base import VerifyTail
 from sglang_dflash.srt.speculative.drafters.blocks import draft_blocks
 from sglang_dflash.srt.speculative.drafters.build import build_drafter, load_draft, without_logits_buffer
@@ -52,7 +52,7 @@ from sglang_dflash.srt.speculative.kv_pool import check_shares_slots, limit_to_k
 from sglang_dflash.srt.speculative.targets.recurrent import RecurrentStates, log_if_states_cap_batch
 from sglang_dflash.srt.speculative.warm_up import warm_up
 from sglang_dflash.srt.speculative.width.controller import LengthChooser, WholeBlocks
-from sglang_dflash.srt.speculative.width.measure import make_chooser, settings_of_adaptive_lengths
+from sglang_dflash.srt.speculative.width.measure import lens_to_measure, make_chooser
 
 
 def _do_nothing(*_: Any) -> None:
@@ -108,7 +108,7 @@ class DFlashWorker(BaseSpecWorker):
         """Allocate the draft's KV pool on the target's slots, and the tables of request rows."""
         # If no request table is given, the draft's runner makes its own.
         table = None if self.drafter.has_own_table else req_to_token_pool
-        with as_draft(self.draft_parallel_layout):
+        with run_as_draft(self.draft_parallel_layout):
             super().alloc_memory_pool(memory_pool_config, table, token_to_kv_pool_allocator)
         target_runner = self._target_worker.model_runner
         check_shares_slots(target_runner, self._draft_worker.model_runner)
@@ -122,7 +122,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self):
         """Make the attention backends of both models."""
-        with as_draft(self.draft_parallel_layout), self._with_draft_rows():
+        with run_as_draft(self.draft_parallel_layout), self._with_draft_rows():
             super().init_attention_backends()
         check_backends(*self.spec_v2_attn_backends)
         self.target_states = RecurrentStates(self._target_worker, self.block_size)
@@ -134,11 +134,11 @@ class DFlashWorker(BaseSpecWorker):
         # draft runs without those ranks.
         captures = self.block_size > 1 and not ranks.local_dp
         captures = captures and has_room_for_draft_graphs(self.tp_sync, self.device, self.gpu_id)
-        settings = settings_of_adaptive_lengths(self)
-        self._draft_worker.model_runner.model.ends_before_head = settings is not None
-        with as_draft(ranks), self._with_draft_rows(), without_logits_buffer(self.device):
+        verify_lens = lens_to_measure(self)
+        self._draft_worker.model_runner.model.ends_before_head = bool(verify_lens)
+        with run_as_draft(ranks), self._with_draft_rows(), without_logits_buffer(self.device):
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=captures)
-        self._lengths = make_chooser(self, settings, get_parallel().tp_group, self.metrics)
+        self._lengths = make_chooser(self, verify_lens, get_parallel().tp_group, self.metrics)
         if DFlashOptions.COPY_AHEAD.get():
             target_runner = self._target_worker.model_runner
             rows, context_len = target_runner.req_to_token_pool.req_to_token.shape

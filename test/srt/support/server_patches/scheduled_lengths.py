@@ -17,7 +17,7 @@ _VARIABLE = "SCHEDULED_LENGTHS"  # passes the schedule to the scheduler's proces
 
 def read_schedule(module) -> None:
     """Let the settings' file have a `schedule`."""
-    parse = module.AdaptiveSettings.parse
+    parse = module.parse_steps
 
     def parse_with_schedule(text):
         try:
@@ -29,7 +29,7 @@ def read_schedule(module) -> None:
         fields["candidate_steps"] = sorted({0, *schedule})
         return parse(json.dumps(fields))
 
-    module.AdaptiveSettings.parse = staticmethod(parse_with_schedule)
+    module.parse_steps = parse_with_schedule
 
 
 def follow_schedule(module) -> None:

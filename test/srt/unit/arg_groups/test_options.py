@@ -16,7 +16,6 @@ from sglang_dflash.srt.arg_groups.options import (
 from sglang_dflash.srt.arg_groups.resolve import check_copy_ahead, prepare
 from sglang_dflash.srt.environ import DFlashOptions, Option
 from sglang_dflash.srt.observability.record import FILE_BYTES
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
 @pytest.fixture
@@ -98,8 +97,8 @@ def test_copies_that_could_not_be_are_refused(parser, monkeypatch):
         ("8.2,0.9", {}, "from 1, .* to 16, .* got 8.2,0.9"),
         ("16.1", {}, "to 16, the whole block, got 16.1"),
         ("nan", {}, "got nan"),
-        ("8.2;4.2", {}, "numbers separated by commas, got '8.2;4.2'"),
-        ("8.2,", {}, "numbers separated by commas"),
+        ("8.2;4.2", {}, "float values separated by commas, got '8.2;4.2'"),
+        ("8.2,", {}, "float values separated by commas"),
     ],
 )
 def test_lengths_that_cannot_be_simulated_are_refused(monkeypatch, means, environment, words):
@@ -195,7 +194,7 @@ ON_A_CPU = SimpleNamespace(
 def is_adaptive(args=ON_A_CPU, is_requested=False, block_size=8, is_recurrent=False) -> bool:
     """Resolve adaptive width. Return whether the server will run with it."""
     resolve_adaptive(args, is_requested, block_size, is_recurrent)
-    return AdaptiveSettings.from_environment() is not None
+    return DFlashOptions.ADAPTIVE.get() != ()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from support.releases import IS_0_5_22
 
 from sglang_dflash.srt.arg_groups.implementation import Implementation
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 
 @pytest.mark.parametrize("arguments", [{}, {"enable_lora": True}, {"enable_hierarchical_cache": True}])
@@ -106,7 +105,7 @@ def test_widths_of_eagle_get_a_warning(tmp_path, caplog):
     path = tmp_path / "eagle.json"
     path.write_text('{"1": {"candidate_steps": [1, 3]}}')
     record = resolve(record_of(speculative_adaptive=True, speculative_adaptive_config=str(path)))
-    assert AdaptiveSettings.from_environment() == AdaptiveSettings()
+    assert DFlashOptions.ADAPTIVE.get() == (1, 4, 8)
     assert not resolving_view(record).speculative_adaptive
     assert "does not follow --speculative-adaptive-config" in caplog.text and "EAGLE's form" in caplog.text
 
@@ -154,7 +153,7 @@ def test_quantization_of_the_target_is_not_the_drafts(caplog):
 
 def test_nothing_experimental_is_on_by_default_on_a_gpu():
     args = resolving_view(resolve(record_of(HYBRID_DRAFT, model_path=str(HYBRID_TARGET))))
-    assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
+    assert not DFlashOptions.ADAPTIVE.get() and not args.enable_linear_replayssm_spec
     assert not DFlashOptions.COPY_AHEAD.get() and not DFlashOptions.WAIT_UNDER_DRAFT.get()
 
 
@@ -175,7 +174,7 @@ def test_basic_mode_leaves_out_what_is_extra(monkeypatch, caplog):
         monkeypatch.setenv(option.variable, value)
     hybrid = dict(model_path=str(HYBRID_TARGET), enable_linear_replayssm_spec=True, speculative_adaptive=True)
     args = resolving_view(resolve(record_of(HYBRID_DRAFT, **hybrid)))
-    assert AdaptiveSettings.from_environment() is None and not args.enable_linear_replayssm_spec
+    assert not DFlashOptions.ADAPTIVE.get() and not args.enable_linear_replayssm_spec
     assert not any(option.get() == value or option.get() is True for option, (value, _) in EXTRA.items())
     [said] = [message for message in caplog.messages if "SGLANG_DFLASH_BASIC=1" in message]
     for part in ("adaptive", "ReplaySSM", *(part for _, part in EXTRA.values())):

@@ -20,11 +20,11 @@ from sglang_dflash.srt.speculative.width.controller import AdaptiveLengths, Cycl
 from sglang_dflash.srt.speculative.width.measure import (
     CycleTimer,
     _loads,
+    lens_to_measure,
     make_chooser,
-    settings_of_adaptive_lengths,
 )
 from sglang_dflash.srt.speculative.width.policy import Costs, Policy
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
+from sglang_dflash.srt.speculative.width.settings import lens_to_verify, read_steps
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -37,7 +37,7 @@ WIDTHS = (1, 2, 4, 8)
     [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (8, (1, 4, 8)), (10, (1, 5, 10)), (16, (1, 8, 16))],
 )
 def test_default_widths(block_size, lengths):
-    assert AdaptiveSettings().verify_lens(block_size) == lengths
+    assert lens_to_verify(None, block_size) == lengths
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,10 @@ def test_start_up_measures_four_loads(most, captured, loads):
 def test_whole_blocks_while_kv_slots_have_no_memory(monkeypatch, caplog):
     """Start-up would measure on slots that SGLang backs with memory after all graphs exist."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "{}")
+    monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "1,4,8")
     runner = SimpleNamespace(token_to_kv_pool=SimpleNamespace(post_capture_active=True))
     worker = SimpleNamespace(block_size=8, device="cuda", target_worker=SimpleNamespace(model_runner=runner))
-    settings = settings_of_adaptive_lengths(worker)
-    assert settings is None and isinstance(make_chooser(worker, settings, None, None), WholeBlocks)
+    assert lens_to_measure(worker) == () and isinstance(make_chooser(worker, (), None, None), WholeBlocks)
     assert "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING" in caplog.text
 
 
@@ -114,18 +113,11 @@ def test_the_budget_leaves_out_larger_loads(budget, measured, monkeypatch):
     assert not table.any()
 
 
-def test_settings_reach_the_other_processes(tmp_path, monkeypatch):
-    monkeypatch.delenv(DFlashOptions.ADAPTIVE.variable, raising=False)
-    assert AdaptiveSettings.from_environment() is None
+def test_a_file_names_drafted_tokens(tmp_path):
     path = tmp_path / "widths.json"
     path.write_text(json.dumps({"candidate_steps": [0, 2, 5]}))
-    monkeypatch.setenv(DFlashOptions.ADAPTIVE.variable, "")
-    settings = AdaptiveSettings.read(str(path))
-    settings.to_environment()
-    assert AdaptiveSettings.from_environment() == settings
-    assert settings.verify_lens(8) == (1, 3, 6)
-    AdaptiveSettings().to_environment()
-    assert AdaptiveSettings.from_environment() == AdaptiveSettings()
+    assert lens_to_verify(read_steps(str(path)), 8) == (1, 3, 6)
+    assert read_steps(None) is None
 
 
 @pytest.mark.parametrize(
@@ -150,13 +142,13 @@ def test_a_bad_file_is_named_with_what_is_wrong(text, words, tmp_path):
     path = tmp_path / "widths.json"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
-        AdaptiveSettings.read(str(path))
+        read_steps(str(path))
     assert all(word in str(caught.value) for word in (*words, str(path)))
 
 
 def test_more_than_the_block_holds():
     with pytest.raises(ValueError, match="9 drafted tokens .* block of 8"):
-        AdaptiveSettings(candidate_steps=(0, 9)).verify_lens(8)
+        lens_to_verify((0, 9), 8)
 
 
 # -- choosing and learning

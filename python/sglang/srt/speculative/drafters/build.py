@@ -19,7 +19,7 @@ from sglang_dflash.srt.configs.fields import DraftConfigError
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
 from sglang_dflash.srt.models.peagle import PEagleDraftModel
-from sglang_dflash.srt.speculative.dflash_utils import as_draft, check_borrowed_layers
+from sglang_dflash.srt.speculative.dflash_utils import check_borrowed_layers
 from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.dflash import DFlash2Drafter, DFlashDrafter
 from sglang_dflash.srt.speculative.drafters.peagle import PEagleDrafter
@@ -41,7 +41,7 @@ def load_draft(
     Raises ValueError if the target cannot lend what the draft needs, or the mask token cannot be found.
     """
     spec, target_runner = get_spec(), target_worker.model_runner
-    with as_draft(draft_ranks):
+    with run_as_draft(draft_ranks):
         worker = TpModelWorker(
             server_args=server_args,
             gpu_id=gpu_id,

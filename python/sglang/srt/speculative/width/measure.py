@@ -11,6 +11,7 @@ import torch
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.runtime_context import get_observability
 
+from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.layers.attention import ragged_rows
 from sglang_dflash.srt.observability.dflash_metrics import DFlashMetrics
 from sglang_dflash.srt.speculative.cycle import ragged_graphs
@@ -19,7 +20,6 @@ from sglang_dflash.srt.speculative.cycle.observer import CycleObserver
 from sglang_dflash.srt.speculative.width import controller
 from sglang_dflash.srt.speculative.width.controller import CycleClock, LengthChooser, plan_lengths
 from sglang_dflash.srt.speculative.width.policy import Costs, Policy
-from sglang_dflash.srt.speculative.width.settings import AdaptiveSettings
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +30,22 @@ _FEW_REQUESTS = 8  # of long contexts, with which the cost of a committed token 
 _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}  # of these requests: enough that the cost shows
 
 
-def settings_of_adaptive_lengths(worker: Any) -> AdaptiveSettings | None:
-    """Return settings of adaptive lengths, or None if all blocks are verified whole."""
-    settings, block_size = AdaptiveSettings.from_environment(), worker.block_size
-    if settings is None or settings.verify_lens(block_size) == (block_size,):
-        return None
+def lens_to_measure(worker: Any) -> tuple[int, ...]:
+    """Return the numbers of slots that start-up measures; none if all blocks are verified whole."""
+    verify_lens = DFlashOptions.ADAPTIVE.get()
+    if verify_lens in ((), (worker.block_size,)):
+        return ()
     if reason := _reason_for_whole_blocks(worker.target_worker.model_runner):
         logger.info("DFLASH verifies whole blocks: %s.", reason)
-        return None
-    return settings
+        return ()
+    return verify_lens
 
 
 def _reason_for_whole_blocks(runner: Any) -> str | None:
     if getattr(runner.token_to_kv_pool, "post_capture_active", False):
         return "KV slots have no memory yet to measure on, with SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
     attention, backend = ragged_rows.full_attention(runner.attn_backend), runner.attn_backend
-    is_any = isinstance(attention, ragged_rows.AnyRowsBackend)
+    is_any = getattr(attention, "takes_any_rows", False)
     if not is_any and (reason := ragged_graphs.reason_for_one_width(runner, attention)):
         return reason
     if mambaish_config(runner.model_config) is not None and not ragged_rows.verifies_ragged_rows(backend):
@@ -54,22 +54,22 @@ def _reason_for_whole_blocks(runner: Any) -> str | None:
 
 
 def make_chooser(
-    worker: Any, settings: AdaptiveSettings | None, tp_group: Any, metrics: DFlashMetrics
+    worker: Any, verify_lens: tuple[int, ...], tp_group: Any, metrics: DFlashMetrics
 ) -> LengthChooser:
-    """Make what chooses verify lengths: without settings, whole blocks.
+    """Make what chooses verify lengths, by the costs of `verify_lens`: of none, whole blocks.
 
     The runners of `worker`, the `DFlashWorker`, have their pools, backends and graphs. Rank 0 of `tp_group`
     chooses for all of it.
     """
     block_size, runner = worker.block_size, worker.target_worker.model_runner
-    if settings is None:
+    if not verify_lens:
         return controller.WholeBlocks(block_size)
     if runner.decode_cuda_graph_runner is None:
         backends: Any = ragged_graphs.AnyRows(reads_counts=worker.target_states.are_recurrent)
     else:
         backends = ragged_graphs.RowBackends.capture(runner, block_size)
     budget = math.inf if tp_group.world_size > 1 else _BUDGET_S
-    costs = _measure(worker, backends, settings.verify_lens(block_size), budget)
+    costs = _measure(worker, backends, verify_lens, budget)
     backends.select(np.array([block_size - 1]))
     return controller.AdaptiveLengths(
         Policy(costs, runner.req_to_token_pool.req_to_token.shape[0], worker.drafter.writes_context_apart),

@@ -3,10 +3,7 @@
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from sglang_dflash.srt.environ import DFlashOptions
 
 logger = logging.getLogger(__name__)
 
@@ -15,67 +12,52 @@ ON_BY_DEFAULT = ("cpu",)
 _GONE = {"probe_share": "this key is gone: probes are spaced by what they cost, with no setting"}
 
 
-@dataclass(frozen=True)
-class AdaptiveSettings:
-    """The config file.
+def read_steps(path: str | None) -> tuple[int, ...] | None:
+    """Read the drafted tokens per request that start-up measures, ascending, from a JSON file.
 
-    Attributes:
-        candidate_steps: drafted tokens per request that start-up measures, ascending. 0 is plain decoding.
-            The last is the most that a request verifies. None: 0, about half and all.
+    0 is plain decoding. The last is the most that a request verifies. None: 0, about half and all. Raises
+    ValueError as `parse_steps` does.
     """
+    try:
+        return None if path is None else parse_steps(Path(os.path.expanduser(path)).read_text())
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})."
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"--speculative-adaptive-config {path!r}: {reason}")
 
-    candidate_steps: tuple[int, ...] | None = None
 
-    @classmethod
-    def read(cls, path: str | None) -> "AdaptiveSettings":
-        """Read a JSON file; None gives the defaults. Raises ValueError as `parse` does."""
-        try:
-            return cls() if path is None else cls.parse(Path(os.path.expanduser(path)).read_text())
-        except OSError as error:
-            reason = f"cannot be read ({error.strerror})."
-        except ValueError as error:
-            reason = str(error)
-        raise ValueError(f"--speculative-adaptive-config {path!r}: {reason}")
-
-    @classmethod
-    def parse(cls, text: str) -> "AdaptiveSettings":
-        """Parse a JSON object. Raises ValueError with all that is wrong, but for EAGLE's form."""
-        values = json.loads(text)
-        keys = values if isinstance(values, dict) else {}
-        if any(key.isdigit() for key in keys):
-            logger.warning(
-                "DFLASH does not follow --speculative-adaptive-config: keys are batch sizes, EAGLE's form. "
-                'It finds out by itself what pays at which size: give {"candidate_steps": [0, 3, 7]}.'
+def parse_steps(text: str) -> tuple[int, ...] | None:
+    """Parse a JSON object. Raises ValueError with all that is wrong, but for EAGLE's form."""
+    values = json.loads(text)
+    keys = values if isinstance(values, dict) else {}
+    if any(key.isdigit() for key in keys):
+        logger.warning(
+            "DFLASH does not follow --speculative-adaptive-config: keys are batch sizes, EAGLE's form. "
+            'It finds out by itself what pays at which size: give {"candidate_steps": [0, 3, 7]}.'
+        )
+        return None
+    problems = [f"{key}: {_GONE.get(key, 'unknown')}" for key in keys if key != "candidate_steps"]
+    if (steps := keys.get("candidate_steps")) is not None:
+        are_numbers = isinstance(steps, list) and len(steps) > 1 and all(type(k) is int for k in steps)
+        if not are_numbers or steps != sorted({*steps}) or steps[0] < 0:
+            problems.append(
+                f"candidate_steps: {steps!r} are not two or more ascending whole numbers from 0 on "
+                "(--speculative-num-draft-tokens fixes one)"
             )
-            return cls()
-        problems = [f"{key}: {_GONE.get(key, 'unknown')}" for key in keys if key != "candidate_steps"]
-        if (steps := keys.get("candidate_steps")) is not None:
-            are_numbers = isinstance(steps, list) and len(steps) > 1 and all(type(k) is int for k in steps)
-            if not are_numbers or steps != sorted({*steps}) or steps[0] < 0:
-                problems.append(
-                    f"candidate_steps: {steps!r} are not two or more ascending whole numbers from 0 on "
-                    "(--speculative-num-draft-tokens fixes one)"
-                )
-        if problems or values is not keys:
-            problems.append("a JSON object is expected, with candidate_steps or nothing")
-            raise ValueError("; ".join(problems) + ".")
-        return cls(steps and tuple(steps))
+    if problems or values is not keys:
+        problems.append("a JSON object is expected, with candidate_steps or nothing")
+        raise ValueError("; ".join(problems) + ".")
+    return steps and tuple(steps)
 
-    def verify_lens(self, block_size: int) -> tuple[int, ...]:
-        """Return the slots to verify, ascending. Raises ValueError for more than the block holds."""
-        drafted = block_size - 1
-        steps = self.candidate_steps or sorted({0, max(block_size // 2 - 1, 0), drafted})
-        if steps[-1] > drafted:
-            raise ValueError(
-                f"--speculative-adaptive: {steps[-1]} drafted tokens are to be verified, but a block of "
-                f"{block_size} holds {drafted}."
-            )
-        return tuple(k + 1 for k in steps)
 
-    def to_environment(self) -> None:
-        DFlashOptions.ADAPTIVE.set(json.dumps(asdict(self)))
-
-    @classmethod
-    def from_environment(cls) -> "AdaptiveSettings | None":
-        """Return what the main process resolved; None if the server is not adaptive."""
-        return cls.parse(text) if (text := DFlashOptions.ADAPTIVE.get()) else None
+def lens_to_verify(steps: tuple[int, ...] | None, block_size: int) -> tuple[int, ...]:
+    """Return the slots to verify, ascending. Raises ValueError for more than the block holds."""
+    drafted = block_size - 1
+    steps = steps or (*sorted({0, max(block_size // 2 - 1, 0), drafted}),)
+    if steps[-1] > drafted:
+        raise ValueError(
+            f"--speculative-adaptive: {steps[-1]} drafted tokens are to be verified, but a block of "
+            f"{block_size} holds {drafted}."
+        )
+    return tuple(k + 1 for k in steps)
