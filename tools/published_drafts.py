@@ -59,7 +59,7 @@ def row(case: dict) -> str:
     kind, block, command = "DFlash", "", "built-in"  # of a draft that falls back
     if outcome == "read":
         kind, block = draft.kind, str(draft.speculative_tokens + 1)
-        if draft.has_sliding_layers:
+        if draft.sliding_window is not None:
             block += f", window {draft.sliding_window}"
         command = "PEAGLE" if kind == "P-EAGLE" else "DFLASH"
         if "speculators_model_type" in config:

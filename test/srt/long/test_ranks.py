@@ -90,20 +90,6 @@ def test_two_replicas(servers, reference, prompts):
 # -- settings that the CPU runtime makes itself
 
 
-@pytest.mark.parametrize(
-    "cpus, count, expected",
-    [
-        ([0, 1], 2, ["0", "1"]),
-        ([0, 1, 2, 3, 4], 2, ["0,1", "2,3,4"]),
-        ([3], 2, ["3", "3"]),
-        ([0, 2, 4], 4, ["0", "2", "4", "0"]),
-        (list(range(8)), 1, ["0,1,2,3,4,5,6,7"]),
-    ],
-)
-def test_cpus_are_shared_out(cpus, count, expected):
-    assert arguments.groups_of_cpus(cpus, count) == expected
-
-
 def args_of(**changes) -> SimpleNamespace:
     return SimpleNamespace(
         **{"tp_size": 1, "pp_size": 1, "dp_size": 1, "base_gpu_id": 0, "gpu_id_step": 1, **changes}

@@ -16,18 +16,13 @@ from sglang_dflash.srt.environ import SOURCE, DFlashOptions
 
 logger = logging.getLogger(__name__)
 
-# Values of --speculative-algorithm that run a draft of this kind.
-_ALGORITHMS = {
-    "dflash": ("DFLASH",),
-    "dflash2": ("DFLASH",),
-    "dspark": ("DFLASH",),
-    "peagle": ("DFLASH", "PEAGLE", "EAGLE3"),
-}
+# Values of --speculative-algorithm that run a P-EAGLE draft.
+_PEAGLE = ("DFLASH", "PEAGLE", "EAGLE3")
 _DISPLAY_NAMES = {"dflash": "DFLASH", "dflash2": "DFlash2", "dspark": "DFlash", "peagle": "P-EAGLE"}
 
 
-def detect_speculators_model(server_args: Any, previous: Any) -> None:
-    """Wrap SGLang's first resolution step, `handle_deprecated_dp_attention`.
+def detect_speculators_model(server_args: Any) -> None:
+    """Serve the target of a speculators checkpoint, and turn PEAGLE into DFLASH.
 
     All later steps see the target as the model. A model that is no draft in a format of the plugin is left to
     SGLang.
@@ -64,7 +59,7 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
             speculative_draft_model_path=checkpoint,
             speculative_draft_model_revision=args.speculative_draft_model_revision or args.revision,
         )
-    elif (algorithm := (args.speculative_algorithm or "").upper()) in _ALGORITHMS["peagle"]:
+    elif (algorithm := (args.speculative_algorithm or "").upper()) in _PEAGLE:
         draft = args.speculative_draft_model_path
         config = read_config(draft, args.speculative_draft_model_revision) or {}
         is_peagle = speculators_type(config) == "peagle" or is_flat_peagle(config, draft)
@@ -72,7 +67,6 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
             _record_target_depth(read_config(args.model_path, args.revision), draft, config)
         if algorithm != "DFLASH":
             _resolve_peagle(server_args, args, config, is_peagle)
-    previous(server_args)
 
 
 def _resolve_peagle(server_args: Any, args: Any, config: dict[str, Any], is_peagle: bool) -> None:
@@ -151,7 +145,7 @@ def _check_flags_agree(args: Any, checkpoint: str, kind: str) -> None:
             f"--model-path {checkpoint!r} is a draft, and so is --speculative-draft-model-path "
             f"{args.speculative_draft_model_path!r}: give the target as --model-path."
         )
-    if (args.speculative_algorithm or "DFLASH").upper() not in _ALGORITHMS[kind]:
+    if (args.speculative_algorithm or "DFLASH").upper() not in (_PEAGLE if kind == "peagle" else ("DFLASH",)):
         raise ValueError(
             f"--model-path {checkpoint!r} is a {_DISPLAY_NAMES[kind]} draft, which --speculative-algorithm "
             f"{args.speculative_algorithm} cannot run."

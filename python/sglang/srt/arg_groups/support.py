@@ -134,21 +134,14 @@ def dp_attention_problems(args: Any) -> list[Unsupported]:
         why = "the draft borrows a head that is otherwise split over ranks with other requests"
         needed = "which needs --enable-dp-lm-head here"
         return [Unsupported(f"DP attention (--enable-dp-attention), {needed}, as {why}")]
-    rules = (
-        (args.enable_mixed_chunk, "--enable-mixed-chunk", "", True),
-        (args.disaggregation_mode != "null", "--disaggregation-mode", "", True),
-        (
-            args.device == "cpu" and args.tp_size > args.attn_dp_size,
-            "--tp-size beyond --dp-size on a CPU",
-            ", where SGLang cannot gather logits",
-            False,
-        ),
-    )
-    found = [
-        Unsupported(f"{what} {with_dp}{why}", builtin_supports)
-        for applies, what, why, builtin_supports in rules
-        if applies
-    ]
+    found = []
+    if args.enable_mixed_chunk:
+        found.append(Unsupported(f"--enable-mixed-chunk {with_dp}", True))
+    if args.disaggregation_mode != "null":
+        found.append(Unsupported(f"--disaggregation-mode {with_dp}", True))
+    if args.device == "cpu" and args.tp_size > args.attn_dp_size:
+        what = f"--tp-size beyond --dp-size on a CPU {with_dp}"
+        found.append(Unsupported(f"{what}, where SGLang cannot gather logits"))
     architectures = (read_config(args.model_path, args.revision) or {}).get("architectures") or ()
     if (name := next(iter(architectures), None)) in SPLIT_EMBEDDINGS:
         found.append(Unsupported(f"{name} {with_dp}: its embedding is split over all ranks", True))
@@ -235,7 +228,7 @@ def suited_backends(
     """Return the backends that run this draft as it was trained, and why others do not."""
     unsuited: dict[str, str] = {}
     context = args.context_length or getattr(target_text_config, "max_position_embeddings", None)
-    if draft.has_sliding_layers and (context is None or context > draft.sliding_window):
+    if draft.sliding_window is not None and (context is None or context > draft.sliding_window):
         if draft.window_from_anchor:
             reason = "it counts sliding windows from the query, this draft from the anchor"
             unsuited |= dict.fromkeys(COUNT_WINDOW_FROM_QUERY, reason)

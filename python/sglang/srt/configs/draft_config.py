@@ -215,10 +215,6 @@ class DFlashDraftConfig:
         return self.draft_vocab_size != self.vocab_size
 
     @property
-    def has_sliding_layers(self) -> bool:
-        return SLIDING_ATTENTION in self.layer_types
-
-    @property
     def tokens_before_window_start(self) -> int:
         """Tokens a sliding layer sees before the query, or before the anchor.
 

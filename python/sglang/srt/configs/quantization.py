@@ -67,14 +67,9 @@ class Scheme:
     @property
     def name(self) -> str:
         """A short name for messages."""
-        names = {
-            "pack-quantized": f"W{self.bits}",
-            "int8": "INT8",
-            "fp8": "FP8",
-            "nvfp4": "NVFP4",
-            "mxfp4": "MXFP4",
-        }
-        return names.get(self.packing) or f"ModelOpt {self.packing.removeprefix('modelopt-').upper()}"
+        if self.packing == "pack-quantized":
+            return f"W{self.bits}"
+        return self.packing.upper().replace("MODELOPT-", "ModelOpt ")
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
         """Return why a weight of this shape cannot be stored so, or None."""

@@ -200,11 +200,8 @@ def _rope_findings(pair: Pair) -> Iterator[Finding]:
 
 def _target_head(pair: Pair) -> str | None:
     """Return the name of the target's head; None if its tensors are not on this machine."""
-    for end in ("lm_head.weight", "embed_tokens.weight") if pair.target.has_tensors else ():
-        for name in pair.target.tensors:
-            if name == end or name.endswith(f".{end}"):
-                return name
-    return None
+    ends = (".lm_head.weight", ".embed_tokens.weight") if pair.target.has_tensors else ()
+    return next((name for end in ends for name in pair.target.tensors if f".{name}".endswith(end)), None)
 
 
 def _has_floats(checkpoint: Checkpoint, name: str) -> bool:

@@ -75,11 +75,6 @@ class BlockDraftModel(nn.Module):
             for layer_id, layer_class in enumerate(classes)
         )
 
-    @property
-    def has_borrowed(self) -> bool:
-        """Return whether the draft reads modules of the target. Then none may be added."""
-        return self.borrowed[0] is not None
-
     def borrow_from_target(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
         """Use the target's embedding and head if the checkpoint brought none.
 

@@ -146,7 +146,7 @@ def _take_vocabulary_mapping(model, d2t: torch.Tensor | None) -> None:
 
 def _late_modules(model, names: Iterable[str]) -> list[str]:
     """List what a weight update would have to add to the model: CUDA graphs would not read it."""
-    if not model.has_borrowed:
+    if model.borrowed[0] is None:
         return []
     return [
         f"{name}.weight: this draft reads the target's; start with a checkpoint that has its own"

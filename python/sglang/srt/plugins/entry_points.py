@@ -81,17 +81,14 @@ def detect_speculators_model(server_args: Any, previous: Any) -> None:
     from sglang_dflash.srt.plugins import compatibility
 
     given = resolving_view(server_args).speculative_algorithm
-
-    def check_plugin(server_args):
+    with refusing():
+        checkpoint_detection.detect_speculators_model(server_args)
         is_ours_alone = resolving_view(server_args).speculative_algorithm != given
         if is_ours_alone and (reason := compatibility.why_off()):
             raise ValueError(
                 "SGLang's built-in DFLASH reads no speculators checkpoint and no P-EAGLE draft, and "
                 f"sglang-dflash does not fit this SGLang ({reason}). {patching.HELP}"
             )
-
-    with refusing():
-        checkpoint_detection.detect_speculators_model(server_args, check_plugin)
     previous(server_args)
 
 

@@ -30,11 +30,6 @@ _REQUESTS: tuple[tuple[dict[str, Any], bool, int], ...] = (
 )
 
 
-def runs_cycles_alone(ranks: Any) -> bool:
-    """Return whether a rank runs cycles, and without asking ranks with other requests."""
-    return not ranks.local_dp and get_disagg().disaggregation_mode != "prefill"
-
-
 def warm_up(worker: Any, lengths: LengthChooser) -> int:
     """Run the cycles of `worker`, the `DFlashWorker`, and warn if they fail.
 
@@ -47,7 +42,8 @@ def warm_up(worker: Any, lengths: LengthChooser) -> int:
     runner = worker.target_worker.model_runner
     # The logits, the target's probabilities, and as much again for what is sorted of them.
     peak = 3 * runner.max_running_requests * worker.block_size * runner.model_config.vocab_size * 4
-    if DFlashOptions.BASIC_MODE.get() or not runs_cycles_alone(worker.draft_parallel_layout):
+    runs_none = DFlashOptions.BASIC_MODE.get() or get_disagg().disaggregation_mode == "prefill"
+    if runs_none or worker.draft_parallel_layout.local_dp:  # which asks ranks with other requests
         return peak
     synchronize = torch.get_device_module(worker.device).synchronize
     penalties, observers = worker.penalties, worker.observers

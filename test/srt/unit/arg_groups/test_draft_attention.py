@@ -12,8 +12,8 @@ from sglang_dflash.srt.arg_groups.support import (
 )
 from sglang_dflash.srt.configs.draft_kinds import PEagleDraftConfig
 
-FULL = {"has_sliding_layers": False, "shifts_request_table": False}
-SLIDING = FULL | {"has_sliding_layers": True, "sliding_window": 2048}
+FULL = {"sliding_window": None, "shifts_request_table": False}
+SLIDING = FULL | {"sliding_window": 2048}
 PEAGLE = FULL | {name: getattr(PEagleDraftConfig, name) for name in ("kind", "shifts_request_table")}
 FROM_ANCHOR, FROM_QUERY = SLIDING | {"window_from_anchor": True}, SLIDING | {"window_from_anchor": False}
 

@@ -48,7 +48,7 @@ def resolve(folder, algorithm: str):
     record = ServerArgs(
         model_path=str(TARGET), speculative_algorithm=algorithm, speculative_draft_model_path=str(folder)
     )
-    detect_speculators_model(record, lambda args: None)
+    detect_speculators_model(record)
     return resolving_view(record)
 
 

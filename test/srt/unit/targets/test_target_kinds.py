@@ -85,7 +85,7 @@ def test_embeddings_of_several_tokens_are_refused(field, value):
 
 @pytest.mark.parametrize("name, method", [("BothForCausalLM", "dflash"), ("Eagle3OnlyForCausalLM", "eagle3")])
 def test_a_target_that_nobody_compared_is_served_with_one_warning(name, method, registry, caplog):
-    target_kinds.warn_not_compared.cache_clear()
+    target_kinds._warn_once.cache_clear()
     assert [find_capture_method([name]) for _ in range(2)] == [f"set_{method}_layers_to_capture"] * 2
     assert [name in record.getMessage() for record in caplog.records] == [True]
 

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 from sglang_dflash.srt.environ import CPU_ATTENTION_BACKEND, SOURCE
@@ -114,19 +113,11 @@ def prepare_ranks(args: Any) -> None:
     if ranks == 1:
         return
     cpus = sorted(os.sched_getaffinity(0))
-    # A rank's entry is indexed by its device number.
+    # A rank's entry is indexed by its device number. SGLang binds nothing to these CPUs with the stand-in.
     devices = args.base_gpu_id + args.gpu_id_step * ranks
-    os.environ.setdefault(THREADS_BIND, "|".join(groups_of_cpus(cpus, devices)))
+    os.environ.setdefault(THREADS_BIND, "|".join([",".join(map(str, cpus))] * devices))
     # PyTorch would start a thread per CPU in every rank, and they would wait for each other.
     os.environ.setdefault(NUM_THREADS, str(max(1, len(cpus) // ranks)))
-
-
-def groups_of_cpus(cpus: list[int], count: int) -> list[str]:
-    """Split CPUs into `count` even lists; CPUs repeat if there are fewer than `count`."""
-    if len(cpus) < count:
-        return [str(cpus[i % len(cpus)]) for i in range(count)]
-    bounds = [len(cpus) * i // count for i in range(count + 1)]
-    return [",".join(map(str, cpus[start:stop])) for start, stop in pairwise(bounds)]
 
 
 @patches(

@@ -23,7 +23,6 @@ from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_dflash.srt.environ import DFlashOptions
-from sglang_dflash.srt.layers.attention.ragged_rows import AnyRowsBackend
 
 # Up to this many queries per request, repeating a mask is cheaper than repeating KV.
 _BLOCK = 64
@@ -151,8 +150,10 @@ def _as_slice(indices: torch.Tensor) -> slice | torch.Tensor:
     return slice(first, first + indices.numel()) if is_run else indices
 
 
-class TorchNativeSpecAttnBackend(AnyRowsBackend, TorchNativeAttnBackend):
+class TorchNativeSpecAttnBackend(TorchNativeAttnBackend):
     """`torch_native` with verify chains, draft blocks and every layer option named above."""
+
+    takes_any_rows = True  # of each request, as it has no graphs
 
     def get_cpu_graph_seq_len_fill_value(self) -> int:
         """Return the length of padding requests (row 0); DP attention reads it without a graph."""

@@ -34,25 +34,18 @@ _TARGETS = {
 }
 
 
-def install(model: nn.Module) -> bool:
+def install(model: nn.Module) -> None:
     """Give a model the forward of this module, if its layers are what the forward computes.
 
-    Returns:
-        Whether they are. Others keep SGLang's forward: other families, quantized or float32 weights, several
-        ranks, another position embedding, layers with hooks.
+    Others keep SGLang's: other families, quantized or float32 weights, several ranks, another position
+    embedding, layers with hooks.
     """
     inner: Any = getattr(model, "model", None)
     if type(inner) not in _TARGETS or not _runs_alone() or _has_hooks():
-        return False
-    rotary = inner.layers[0].self_attn.rotary_emb
-    if (
-        not _rotates_all(rotary)
-        or not _is_plain_norm(inner.norm)
-        or not all(_is_dense(layer, inner) for layer in inner.layers)
-    ):
-        return False
-    inner.forward = DenseForward(inner)
-    return True
+        return
+    is_plain = _rotates_all(inner.layers[0].self_attn.rotary_emb) and _is_plain_norm(inner.norm)
+    if is_plain and all(_is_dense(layer, inner) for layer in inner.layers):
+        inner.forward = DenseForward(inner)
 
 
 def _runs_alone() -> bool:

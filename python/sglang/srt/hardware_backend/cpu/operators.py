@@ -5,12 +5,17 @@ State pools are [layers, slots, ...]. A request with a negative slot or step is 
 operators under `torch.ops.sgl_kernel` for the CPU stand-in.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 
+from sglang_dflash.kernels.ops.speculative.context_kv import rms_norm
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
 from sglang_dflash.srt.patching import LOAD, WORKER, patches
 
 RECURRENT = "targets with recurrent states on a CPU"
+_on_cpu: Any = partial(patches, at=LOAD, feature=RECURRENT, upstream="docs/dev/upstream/cpu-operators.md")
 
 # -- fused layers
 
@@ -23,7 +28,7 @@ def fused_sigmoid_mul_cpu(x, gate):
 def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
     """Normalise heads by 1 + weight: [tokens, heads * dim] -> [tokens * heads, dim]."""
     q, k = q.reshape(-1, head_dim), k.reshape(-1, head_dim)
-    return _gemma_rmsnorm(q, q_weight, eps), _gemma_rmsnorm(k, k_weight, eps)
+    return rms_norm(q, 1 + q_weight.float(), eps), rms_norm(k, 1 + k_weight.float(), eps)
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):
@@ -41,12 +46,9 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, num_heads_qk, num_he
     return qkv.contiguous(), z.reshape(-1, num_heads_v, head_v), b.contiguous(), a.contiguous()
 
 
-@patches(
+@_on_cpu(
     "sglang.kernels.ops.attention.fla.layernorm_gated.layernorm_fn",
-    at=LOAD,
     signature="(x, weight, bias, z, eps, group_size, norm_before_gate, is_rms_norm, activation)",
-    feature=RECURRENT,
-    upstream="docs/dev/upstream/cpu-operators.md",
 )
 def layernorm_fn(
     x,
@@ -62,19 +64,16 @@ def layernorm_fn(
     """Compute norm(x) * activation(z) by the RMS of all features; x and z are [.., features]."""
     if bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
         raise NotImplementedError("layernorm_fn: on a CPU an RMS norm of all features before the gate alone")
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()
+    y = rms_norm(x.float(), weight.float(), eps)
     if z is not None:
         y = y * (z.float().sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(z.float()))
     return y.to(x.dtype)
 
 
-@patches(
+@_on_cpu(
     "sglang.kernels.ops.elementwise.elementwise._launch_fused_gate_sigmoid_mul",
-    at=LOAD,
     signature="(hidden_states, gate_weight, shared_output, output, do_add)",
     feature="targets with shared experts on a CPU",
-    upstream="docs/dev/upstream/cpu-operators.md",
 )
 def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, output, do_add):
     """Write a shared expert's output times its gate to `output`, or add it if `do_add`.
@@ -86,20 +85,12 @@ def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, out
     output.copy_(output.float() + gated if do_add else gated)
 
 
-def _gemma_rmsnorm(x, weight, eps):
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y * (1 + weight.float())).to(x.dtype)
-
-
 # -- recurrent states
 
 
-@patches(
+@_on_cpu(
     "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
-    at=LOAD,
     signature="()",
-    feature=RECURRENT,
     upstream="https://github.com/sgl-project/sglang/pull/37705",
 )
 def supports_snapshots():
@@ -107,24 +98,16 @@ def supports_snapshots():
     return True
 
 
-@patches(
-    "torch.Tensor.pin_memory",
-    at=LOAD,
-    feature=RECURRENT,
-    upstream="docs/dev/upstream/cpu-operators.md",
-)
+@_on_cpu("torch.Tensor.pin_memory")
 def pin_nothing(tensor, device=None):
     """Return a tensor as it is, in place of `torch.Tensor.pin_memory`."""
     return tensor
 
 
-@patches(
+@_on_cpu(
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton.track_mamba_states_all_layers",
-    at=LOAD,
     signature="(conv_states_pool, ssm_states_pool, cache_indices, mamba_track_mask, mamba_track_indices, "
     "batch_size, check_freed_slots)",
-    feature=RECURRENT,
-    upstream="docs/dev/upstream/cpu-operators.md",
 )
 def track_mamba_states_all_layers(
     conv_states_pool,
@@ -142,12 +125,10 @@ def track_mamba_states_all_layers(
         pool[:, target[tracked]] = pool[:, source[tracked]]
 
 
-@patches(
+@_on_cpu(
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify",
-    at=LOAD,
     signature="(mamba_caches, state_indices_tensor, last_correct_step_indices, mamba_track_indices, "
     "mamba_steps_to_track, src_indices_raw)",
-    feature=RECURRENT,
     upstream="https://github.com/sgl-project/sglang/pull/37851",
 )
 def scatter_mamba_states_after_mtp_verify(
@@ -177,13 +158,10 @@ def scatter_mamba_states_after_mtp_verify(
             copy_step(pool, steps=steps, rows=rows, slots=slots, step=step)
 
 
-@patches(
+@_on_cpu(
     "sglang.srt.managers.schedule_batch.set_mamba_track_indices_from_reqs",
-    at=LOAD,
     signature="(batch, track_positions)",
-    feature=RECURRENT,
     until="0.5.23",
-    upstream="docs/dev/upstream/cpu-operators.md",
 )
 def set_mamba_track_indices_from_reqs(batch, track_positions=None):
     """Choose the slots that receive the snapshots of a batch's states, in unpinned memory.
@@ -228,7 +206,6 @@ def apply_vocab_mask(logits, vocab_mask):
 
 # -- torch.ops.sgl_kernel
 
-NAMESPACE = "sgl_kernel"
 # SGLang probes for operators and chooses its path by the answer, so no others are defined.
 OPERATORS = (
     fused_qk_gemma_rmsnorm_cpu,
@@ -240,27 +217,7 @@ OPERATORS = (
 )
 
 
-class MissingOperator(NotImplementedError, AttributeError):
-    """Error that names a missing operator. `hasattr` is False, as SGLang's probes expect."""
-
-
-class Operators(torch._ops._OpNamespace):
-    """`torch.ops.sgl_kernel`: operators registered with PyTorch, and plain functions."""
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name.startswith("__"):
-                raise
-            raise MissingOperator(
-                f"torch.ops.{NAMESPACE}.{name} is not available in the CPU stand-in of sglang-dflash"
-            ) from error
-
-
 def install() -> None:
     """Put `OPERATORS` under `torch.ops.sgl_kernel`."""
-    namespace = Operators(NAMESPACE)
     for operator in OPERATORS:
-        setattr(namespace, operator.__name__, operator)
-    setattr(torch.ops, NAMESPACE, namespace)
+        setattr(torch.ops.sgl_kernel, operator.__name__, operator)

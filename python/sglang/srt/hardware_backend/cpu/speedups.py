@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from sglang_dflash.kernels.ops.speculative.context_kv import rotate
 from sglang_dflash.srt.patching import CPU_ATTENTION, patches
 
 SPEED = "faster operators on a CPU"
@@ -76,9 +77,7 @@ def fused_rotation(original, self, positions, query, key, offsets=None, fused_se
         )
     positions = positions.flatten()
     n = positions.numel()
-    cos, sin = self.cos_sin_cache.index_select(0, positions).to(query.dtype)[:, None].chunk(2, dim=-1)
     queries, keys = query.view(n, -1, self.head_size), key.view(n, -1, self.head_size)
-    first, second = torch.cat((queries, keys), dim=1).chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = rotate(torch.cat((queries, keys), dim=1), positions, self.cos_sin_cache)
     num_queries = queries.shape[1]
     return rotated[:, :num_queries].reshape(query.shape), rotated[:, num_queries:].reshape(key.shape)

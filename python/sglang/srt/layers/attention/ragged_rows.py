@@ -11,10 +11,6 @@ import torch
 from sglang_dflash.srt.patching import WORKER, patches
 
 
-class AnyRowsBackend:
-    """Base of attention backends without graphs, which take any rows of each request."""
-
-
 def full_attention(backend: Any) -> Any:
     """Return a target's attention backend without that of its recurrent layers."""
     return getattr(backend, "full_attn_backend", backend)

@@ -3,7 +3,7 @@
 SGLANG_DFLASH_OBSERVERS names observers as `module:Class`, separated by commas. The scheduler's process
 imports the modules and makes one object of each class. `worker.observers` takes more of them."""
 
-import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.srt.environ import DFlashOptions
@@ -76,8 +76,4 @@ class CycleObserver:
 
 def observers_from_environment() -> list[CycleObserver]:
     """Make the observers that the environment names."""
-    observers = []
-    for name in DFlashOptions.OBSERVERS.get():
-        module, _, made = name.partition(":")
-        observers.append(getattr(importlib.import_module(module), made)())
-    return observers
+    return [pkgutil.resolve_name(name)() for name in DFlashOptions.OBSERVERS.get()]

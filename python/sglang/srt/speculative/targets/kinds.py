@@ -14,6 +14,7 @@ from typing import Any
 from sglang_dflash.srt.patching import WORKER, patches
 
 logger = logging.getLogger(__name__)
+_warn_once = functools.cache(logger.warning)
 
 _DFLASH_CAPTURE = "set_dflash_layers_to_capture"
 _EAGLE3_CAPTURE = "set_eagle3_layers_to_capture"
@@ -95,18 +96,13 @@ def find_capture_method(architectures: Sequence[str] | None) -> str:
     elif not hasattr(model_class, "get_input_embeddings"):
         problem = "a draft borrows the target's embedding, and it lends none"
     else:
-        warn_not_compared(name)
+        _warn_once(
+            "DFLASH has not been tested on %s: if few drafted tokens are accepted, SGLang captures other "
+            "hidden states than the draft reads.",
+            name,
+        )
         return captures[0]
     raise ValueError(f"DFLASH cannot serve {name}: {problem}.")
-
-
-@functools.cache
-def warn_not_compared(name: str) -> None:
-    logger.warning(
-        "DFLASH has not been tested on %s: if few drafted tokens are accepted, SGLang captures other hidden "
-        "states than the draft reads.",
-        name,
-    )
 
 
 @patches(
