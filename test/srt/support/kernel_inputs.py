@@ -25,11 +25,10 @@ def random_blocks(seed: int, bs: int, block_size: int, device: str) -> tuple:
 
 
 def random_lengths(seed: int, bs: int, block_size: int, device: str, is_ragged: bool) -> tuple:
-    """Return arguments of block_offsets, with int64 lengths and offsets that nothing has written."""
+    """Return arguments of block_offsets, with int64 lengths."""
     lengths = torch.randint(2**20, (bs,), generator=torch.Generator().manual_seed(seed)).to(device)
-    out = torch.full_like(lengths, -1), *torch.full((2, bs + 1), -1, dtype=torch.int32, device=device)
     counts = torch.arange(bs, dtype=torch.int32, device=device) % (block_size + 1) if is_ragged else None
-    return lengths, block_size, out, counts
+    return lengths, block_size, counts
 
 
 def random_window(seed: int, bs: int, size: int, page: int, columns: int, device: str) -> tuple:

@@ -25,9 +25,8 @@ def launch_prepare_block(bs=4, width=16):
 
 
 def launch_block_offsets(is_ragged: bool = False, bs=48, width=16):
-    lengths, offsets = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs + 1, dtype=torch.int32)
-    counts = lengths.int() if is_ragged else None
-    block.block_offsets.__wrapped__(lengths, width, (lengths, offsets, offsets), counts)
+    lengths = torch.zeros(bs, dtype=torch.int64)
+    block.block_offsets.__wrapped__(lengths, width, lengths.int() if is_ragged else None)
 
 
 def launch_prepare_window(bs=4, width=16):

@@ -76,9 +76,7 @@ def _new_kernel(run, self, batch, *args, **kwargs):
     """Launch a kernel in a decode step that start-up has not launched."""
     from sglang_dflash.kernels.ops.speculative.block import block_offsets
 
-    lengths, offsets = batch.seq_lens, torch.empty(batch.seq_lens.numel() + 1, dtype=torch.int32)
-    out = lengths.clone(), offsets, offsets.clone()
-    block_offsets(lengths, 8, out, counts=lengths.int())
+    block_offsets(batch.seq_lens, 8, counts=batch.seq_lens.int())
     return run(self, batch, *args, **kwargs)
 
 

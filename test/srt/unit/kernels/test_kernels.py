@@ -54,11 +54,10 @@ def test_prepared_blocks():
 @against_twin
 @given(st.integers(0, 2**31), st.integers(0, 9), st.integers(1, 17), st.booleans())
 def test_block_offsets_equal_their_twin(seed, bs, block_size, is_ragged):
-    mine, twins = (random_lengths(seed, bs, block_size, DEVICE, is_ragged) for _ in range(2))
-    block.block_offsets.__wrapped__(*mine)
-    block.block_offsets_torch(*twins)
-    for got, want in zip(mine[2], twins[2], strict=True):
-        assert torch.equal(got, want)
+    arguments = random_lengths(seed, bs, block_size, DEVICE, is_ragged)
+    mine, twins = block.block_offsets.__wrapped__(*arguments), block.block_offsets_torch(*arguments)
+    for got, want in zip(mine, twins, strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
 
 
 def test_offsets_of_whole_and_ragged_blocks():

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch.nn.functional import pad
 
 from sglang_dflash.kernels.ops.speculative._twin import with_twin
 
@@ -110,33 +111,18 @@ def prepare_block_kernel(
     tl.store(cache_loc + out, loc.to(tl.int64), mask=inside)
 
 
-BlockOffsets = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _empty_offsets(seq_lens: torch.Tensor) -> BlockOffsets:
-    keys, queries = (seq_lens.new_empty((seq_lens.numel() + 1,), dtype=torch.int32) for _ in range(2))
-    return torch.empty_like(seq_lens), keys, queries
-
-
-def block_offsets_torch(seq_lens, block_size, out=None, counts=None):
+def block_offsets_torch(seq_lens, block_size, counts=None):
     """`block_offsets` in PyTorch, on any device."""
-    lengths, keys, queries = out = out or _empty_offsets(seq_lens)
-    if counts is None:
-        counts = torch.full_like(seq_lens, block_size)
-    torch.add(seq_lens, counts, out=lengths)
-    for offsets, values in ((keys, lengths), (queries, counts)):
-        offsets[0] = 0
-        torch.cumsum(values, dim=0, out=offsets[1:])
-    return out
+    counts = torch.full_like(seq_lens, block_size) if counts is None else counts
+    lengths = seq_lens + counts
+    keys, queries = (pad(part.cumsum(0, dtype=torch.int32), (1, 0)) for part in (lengths, counts))
+    return lengths, keys, queries
 
 
 @with_twin(block_offsets_torch)
 def block_offsets(
-    seq_lens: torch.Tensor,
-    block_size: int,
-    out: BlockOffsets | None = None,
-    counts: torch.Tensor | None = None,
-) -> BlockOffsets:
+    seq_lens: torch.Tensor, block_size: int, counts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute where the keys and queries of each block begin and end, for FlashInfer.
 
     One launch on CUDA, without host synchronisation.
@@ -144,16 +130,14 @@ def block_offsets(
     Args:
         seq_lens: [bs] int, committed lengths. A request's keys are these tokens and its block's.
         block_size: slots of each block without `counts`.
-        out: tensors to write the result to. None: new ones.
         counts: [bs] int32, slots of each request's block. None: `block_size` slots each.
 
     Returns:
         Lengths with the block [bs], as seq_lens; key offsets [bs + 1] int32; query offsets [bs + 1] int32.
     """
-    lengths, keys, queries = out = out or _empty_offsets(seq_lens)
-    assert all(t.is_contiguous() for t in (seq_lens, *out))
-    assert counts is None or counts.is_contiguous()
-    bs = seq_lens.numel()
+    assert seq_lens.is_contiguous() and (counts is None or counts.is_contiguous())
+    lengths, bs = torch.empty_like(seq_lens), seq_lens.numel()
+    keys, queries = (seq_lens.new_empty(bs + 1, dtype=torch.int32) for _ in range(2))
     block_offsets_kernel[(1,)](
         seq_lens=seq_lens,
         counts=counts,
@@ -164,7 +148,7 @@ def block_offsets(
         block_size=block_size,
         BLOCK=max(128, triton.next_power_of_2(bs + 1)),  # one compiled kernel for most batches
     )
-    return out
+    return lengths, keys, queries
 
 
 @triton.jit(do_not_specialize=["bs", "block_size"])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.kernels.ops.speculative.context_kv import rms_norm
 from sglang_dflash.srt.hardware_backend.cpu import gated_delta_rule
 from sglang_dflash.srt.patching import LOAD, WORKER, patches
 
@@ -28,7 +27,7 @@ def fused_sigmoid_mul_cpu(x, gate):
 def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, head_dim):
     """Normalise heads by 1 + weight: [tokens, heads * dim] -> [tokens * heads, dim]."""
     q, k = q.reshape(-1, head_dim), k.reshape(-1, head_dim)
-    return rms_norm(q, 1 + q_weight.float(), eps), rms_norm(k, 1 + k_weight.float(), eps)
+    return _rms_norm(q, 1 + q_weight.float(), eps), _rms_norm(k, 1 + k_weight.float(), eps)
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, head_dim, num_heads):
@@ -64,7 +63,7 @@ def layernorm_fn(
     """Compute norm(x) * activation(z) by the RMS of all features; x and z are [.., features]."""
     if bias is not None or group_size is not None or not norm_before_gate or not is_rms_norm:
         raise NotImplementedError("layernorm_fn: on a CPU an RMS norm of all features before the gate alone")
-    y = rms_norm(x.float(), weight.float(), eps)
+    y = _rms_norm(x.float(), weight.float(), eps)
     if z is not None:
         y = y * (z.float().sigmoid() if activation == "sigmoid" else torch.nn.functional.silu(z.float()))
     return y.to(x.dtype)
@@ -83,6 +82,11 @@ def launch_fused_gate_sigmoid_mul(hidden_states, gate_weight, shared_output, out
     gate = (hidden_states.float() @ gate_weight.float()).sigmoid()
     gated = shared_output.float() * gate[:, None]
     output.copy_(output.float() + gated if do_add else gated)
+
+
+def _rms_norm(x, weight, eps):
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 # -- recurrent states
