@@ -69,8 +69,8 @@ def _switch(name: str, is_extra: bool = False) -> Option[bool]:
 
 
 def _list_of(kind: Callable[[str], Any], name: str, is_extra: bool = False) -> Option[tuple[Any, ...]]:
-    wanted = f"{kind.__name__} values separated by commas"
-    return Option(name, (), lambda text: tuple(map(kind, text.split(","))), wanted, is_extra)
+    how: Any = {"parse": lambda text: tuple(map(kind, text.split(","))), "is_extra": is_extra}
+    return Option(name, default=(), wanted=f"{kind.__name__} values separated by commas", **how)
 
 
 def _parse_bytes(text: str) -> int:

@@ -31,7 +31,7 @@ _MANY_TOKENS = {"cpu": 8192, "cuda": 131072}  # of these requests: enough that t
 
 
 def lens_to_measure(worker: Any) -> tuple[int, ...]:
-    """Return the numbers of slots that start-up measures; none if all blocks are verified whole."""
+    """Return the numbers of slots to measure; none if all blocks are verified whole."""
     verify_lens = DFlashOptions.ADAPTIVE.get()
     if verify_lens in ((), (worker.block_size,)):
         return ()
