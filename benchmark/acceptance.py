@@ -5,14 +5,13 @@
         --prompts mt-bench=mtbench.jsonl
 
 benchmark/expected_acceptance.json holds an accept length per profile and prompt set, and the share of it that
-must be reached. Exits with 1 below that, naming the set, and with 2 if a set was not measured. The sets of
-prompt_sets.py need no file.
+must be reached. Exits with 1 below that, naming the set, and with 2 if a set was not measured, whatever the
+reason. The sets of prompt_sets.py need no file.
 
 Lengths are over all verified blocks. Published ones ("published" in the profile) are means over prompts, each
 answered alone and without thinking.
 """
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -24,7 +23,7 @@ from pathlib import Path
 from statistics import fmean
 
 from prompt_sets import CHAT_SETS, TEXT_SETS, RequestMaker, load
-from serving import ROOT, WHOLE_BLOCKS, Server, serve
+from serving import ROOT, WHOLE_BLOCKS, Server, documented, serve, verdict_or_2
 
 EXPECTED = ROOT / "benchmark" / "expected_acceptance.json"
 
@@ -113,19 +112,19 @@ def shortfall(name: str, length: float, expected: dict) -> str | None:
     )
 
 
+@verdict_or_2
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--profile", default="tiny-dflash", help="an entry of expected_acceptance.json")
+    parser = documented(__doc__)
+    profiles = json.loads(EXPECTED.read_text())
+    parser.add_argument("--profile", default="tiny-dflash", choices=profiles)
     parser.add_argument("--url", help="a running server; default: start one with the profile's arguments")
+    help_prompts = "JSON lines with text or messages"
     parser.add_argument(
-        "--prompts", nargs="+", default=[], metavar="SET=FILE", help="JSON lines with text or messages"
+        "--prompts", nargs="+", type=set_and_file, default=[], metavar="SET=FILE", help=help_prompts
     )
     parser.add_argument("--max-new-tokens", type=int)
     args = parser.parse_args()
-    profile = json.loads(EXPECTED.read_text())[args.profile]
-    files = {name: Path(file).absolute() for name, file in (pair.split("=", 1) for pair in args.prompts)}
+    profile, files = profiles[args.profile], dict(args.prompts)
     if unknown := sorted(set(files) - set(profile["sets"])):
         parser.error(
             f"profile {args.profile} has no set {', '.join(unknown)}, only {', '.join(profile['sets'])}"
@@ -138,17 +137,13 @@ def main() -> int:
     if len(skipped) == len(sets):
         return 2
     is_published = profile.get("published", False)
-    maker = RequestMaker(
-        _target(profile["server_args"]), **({"enable_thinking": False} if is_published else {})
-    )
+    arguments = profile["server_args"]
+    template = {"enable_thinking": False} if is_published else {}
+    maker = RequestMaker(arguments[arguments.index("--model-path") + 1], **template)
     params = {"temperature": 0, "max_new_tokens": args.max_new_tokens or profile["max_new_tokens"]}
-    running = (
-        contextlib.nullcontext(Server(args.url, None, None))
-        if args.url
-        else serve(*profile["server_args"], WHOLE_BLOCKS)
-    )
     failures = []
-    with running as server:
+    running = contextlib.nullcontext(Server(args.url, None, None))
+    with running if args.url else serve(*arguments, WHOLE_BLOCKS) as server:
         if any("speculative_width" in state for state in server.get("/server_info")["internal_states"]):
             parser.error(
                 "this server chooses the verify width, but accept lengths are compared over whole blocks: "
@@ -167,8 +162,9 @@ def main() -> int:
     return 1 if failures else 2 if skipped else 0
 
 
-def _target(arguments: Sequence[str]) -> str:
-    return arguments[arguments.index("--model-path") + 1]
+def set_and_file(pair: str) -> tuple[str, Path]:
+    name, file = pair.split("=", 1)
+    return name, Path(file).absolute()
 
 
 def _prompts(name: str, files: dict[str, Path]) -> Sequence[dict]:

@@ -54,8 +54,10 @@ from serving import (
     Server,
     describe_cpu,
     dflash_arguments,
+    documented,
     importing,
     serve,
+    verdict_or_2,
 )
 
 RESULTS = ROOT / "benchmark" / "results"
@@ -77,12 +79,7 @@ SPECULATIVE = {
 }
 # Sets of prompts that servers that copy are not measured on: the tiny targets' text repeats itself.
 NOT_COPIED = ("heldout",)
-QUICK = {
-    "rounds": 1,
-    "concurrency": [4],
-    "requests_per_slot": 1,
-    "max_new_tokens": 48,
-}
+QUICK = {"rounds": 1, "concurrency": [4], "requests_per_slot": 1, "max_new_tokens": 48}
 REMARKS = {
     TARGET.name: "The tiny target repeats itself, which flatters every draft.",
     HYBRID_TARGET.name: "The tiny target repeats itself, which flatters every draft.",
@@ -183,6 +180,7 @@ class Variant:
         return serve(*self.arguments, env=self.env, python=self.python)
 
 
+@verdict_or_2
 def main() -> int:
     args = _parse_arguments()
     failures = 0
@@ -303,13 +301,8 @@ def run(args: argparse.Namespace, target: str, drafts: list[str], file_name: str
                         print(report.line(load, loads), flush=True)
                 heading["minutes"] = round((time.perf_counter() - started) / 60, 1)
                 _write(heading, loads, file_name)
-    tables = (
-        report.table,
-        report.latency_table,
-        report.step_table,
-        report.acceptance_table,
-        report.ratio_table,
-    )
+    tables = [report.table, report.latency_table, report.step_table]
+    tables += [report.acceptance_table, report.ratio_table]
     print("", *(table(loads) for table in tables), sep="\n", end="")
     print(f"{heading['minutes']} minutes; written: benchmark/results/{file_name}.md, .json, .png")
     return 0
@@ -412,9 +405,7 @@ def _read_phases(path: Path | None) -> dict:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented(__doc__)
     parser.add_argument("--target", help="default: the bundled tiny Qwen3 target")
     parser.add_argument(
         "--draft", nargs="+", help="default, without --target: see the first line of the output"

@@ -12,7 +12,6 @@ servers of one call. Prints a table: means without the fastest and the slowest t
 built-in the median over the rounds, with the least and the largest.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from gpu.servers import SIMULATION
-from serving import DRAFT, ROOT, TARGET, Server, describe_cpu, dflash_arguments, serve
+from serving import DRAFT, ROOT, TARGET, Server, describe_cpu, dflash_arguments, documented, serve
 
 BACKENDS = ("flashinfer", "fa3")
 OURS, BUILT_IN, PLAIN = "ours", "built-in", "no speculation"
@@ -45,9 +44,7 @@ HEAD = ("backend", "requests", "server", "ms", "/ built-in", "of a round", "cycl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented(__doc__)
     parser.add_argument("--backend", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--server", nargs="+", choices=SERVERS, default=SERVERS)
     parser.add_argument("--requests", nargs="+", type=int, choices=REQUESTS, default=REQUESTS)

@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
-from serving import describe_cpu
+from serving import CHAT_DRAFT, CHAT_TARGET, describe_cpu
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "own_traffic"
 sys.path.insert(0, str(EXAMPLE))
 
-from loop import GENERAL, SERVED, TARGET, gain, serving, swap  # noqa: E402
+from loop import GENERAL, gain, serving, swap  # noqa: E402
 from traffic import TEMPLATES, UNSEEN, ask, questions  # noqa: E402
 
 MAX_TOKENS = 96
@@ -44,7 +44,7 @@ def record(work: Path, kinds: list[str], tokens: int) -> None:
     if not kinds:
         return
     folder = work / "record"
-    with serving(work / "server.log", "--speculative-record", folder) as url:
+    with serving("--speculative-record", folder) as url:
         taken = len(lines_of(folder))  # by an earlier run
         for kind in kinds:
             began, asked, lines = time.monotonic(), questions(kind, seed=1), []
@@ -90,7 +90,7 @@ def train(work: Path, kind: str, tokens: int) -> None:
     # Four rows a step, and about as many general rows as recorded ones: about one epoch.
     steps = max(4, len(masks) // 2)
     flags = "--work", folder / "work", "--steps", steps
-    seconds = run(folder / "log", "train.py", rows, TARGET, SERVED, draft, *flags)
+    seconds = run(folder / "log", "train.py", rows, CHAT_TARGET, CHAT_DRAFT, draft, *flags)
     numbers = {"rows": len(masks), "tokens": sum(map(len, masks)), "answer": sum(map(sum, masks))}
     notes.write_text(json.dumps({**numbers, "steps": steps, "cpu_seconds": round(seconds)}))
     print(f"{folder.name}: {notes.read_text()}", flush=True)
@@ -106,11 +106,11 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
     kinds = sorted({name.partition("-")[0] for name in names})
     sets = {kind: list(islice(questions(kind, UNSEEN), unseen)) for kind in kinds}
     sets["asked"] = asked[:unseen]
-    with serving(work / "server.log", "--no-speculative-adaptive") as url:
+    with serving("--no-speculative-adaptive") as url:
         for name in ["served", *names]:
             if name in judged:
                 continue
-            swap(url, SERVED if name == "served" else work / name / "draft", name)
+            swap(url, CHAT_DRAFT if name == "served" else work / name / "draft", name)
             labels = sets if name == "served" else (name.partition("-")[0], "asked")
             judged[name] = {
                 label: ask(url, sets[label], False, 32 if label == "asked" else 64, in_flight=16)
@@ -123,12 +123,11 @@ def judge(work: Path, names: list[str], unseen: int) -> dict[str, dict[str, list
 
 def plot(judged: dict[str, dict[str, list[float]]], tokens: dict[str, int], path: Path) -> None:
     """Draw the accept length of own and general prompts against recorded tokens."""
-    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharex=True)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharex=True)
     for kind in sorted({name.partition("-")[0] for name in tokens}):
         names = sorted((name for name in tokens if name.startswith(f"{kind}-")), key=tokens.__getitem__)
         for panel, label in zip(axes, (kind, "asked"), strict=True):
@@ -137,7 +136,7 @@ def plot(judged: dict[str, dict[str, list[float]]], tokens: dict[str, int], path
             panel.plot([0, *(tokens[name] / 1000 for name in names)], gains, marker="o", label=kind)
     for panel, title in zip(axes, ("unseen requests of the kind", "general chat"), strict=True):
         panel.set(title=title, xlabel="thousand recorded tokens")
-        panel.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+        panel.yaxis.set_major_formatter(PercentFormatter(1))
         panel.axhline(0, color="grey", linewidth=0.8)
         panel.legend()
     axes[0].set_ylabel("accept length against the served draft")

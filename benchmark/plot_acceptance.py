@@ -5,7 +5,6 @@
 The server must run DFLASH with --enable-metrics. Counts are since its start, over all its schedulers.
 """
 
-import argparse
 import sys
 import urllib.request
 from collections import Counter
@@ -13,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from serving import documented, verdict_or_2
+
+from sglang_dflash.srt.doctor.pair import BadInput
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,11 @@ def read_counts(page: str) -> Counts:
 
 
 def plot(counts: Counts, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     shares = [at / counts.drafts for at in counts.accepted_at]
-    figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
     bars = axes.bar(range(1, len(shares) + 1), shares)
     axes.bar_label(bars, [f"{share:.2f}" for share in shares], fontsize=8)
     axes.set(xlabel="position in the block", ylabel="share of blocks accepted to here", ylim=(0, 1))
@@ -64,13 +64,11 @@ def plot(counts: Counts, path: Path) -> None:
     axes.set_title(f"accept length {counts.accept_length:.2f} over {counts.drafts:,} blocks", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@verdict_or_2
+def main() -> None:
+    parser = documented(__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="the running server")
     parser.add_argument("--output", type=Path, default=Path("acceptance.png"))
     args = parser.parse_args()
@@ -78,12 +76,10 @@ def main() -> int:
         with urllib.request.urlopen(args.url.rstrip("/") + "/metrics", timeout=30) as response:
             counts = read_counts(response.read().decode())
     except (OSError, ValueError) as error:
-        print(f"{args.url}: {error}", file=sys.stderr)
-        return 1
+        raise BadInput(f"{args.url}: {error}") from error
     plot(counts, args.output)
-    rate = counts.accepted / counts.drafted
+    rate = counts.accepted / max(1, counts.drafted)  # none, if no draft was worth verifying
     print(f"accept length {counts.accept_length:.3f}, rate {rate:.3f}, {counts.drafts} drafts: {args.output}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -14,21 +14,21 @@ Files of your own are JSON lines with `text` or `messages`: NAME=FILE.
     python benchmark/prompt_sets.py --overlap TRAIN.jsonl     # what the sets share with training prompts
 """
 
-import argparse
 import ast
 import gzip
 import json
 import random
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving import text_prompts
+from serving import documented, text_prompts, verdict_or_2
 
-from sglang_dflash.srt.doctor.pair import read_prompts
+from sglang_dflash.srt.doctor.pair import BadInput, read_prompts
 
 FOLDER = Path(__file__).parent / "prompts"
 HUMANEVAL = FOLDER / "HumanEval.jsonl.gz"
@@ -117,8 +117,7 @@ def load(name: str, max_new_tokens: int | None = None) -> PromptSet:
     """Return a set by its name, or the prompts of a file by NAME=FILE.
 
     Raises:
-        ValueError: There is no such set.
-        BadInput: The file is not as the doctor's prompts are.
+        BadInput: There is no such set, or the file is not as the doctor's prompts are.
     """
     options = {"max_new_tokens": max_new_tokens} if max_new_tokens else {}
     name, _, file = name.partition("=")
@@ -131,7 +130,7 @@ def load(name: str, max_new_tokens: int | None = None) -> PromptSet:
         return PromptSet(name, tuple(prompts), **options)
     if name == "heldout":
         return PromptSet(name, tuple(text_prompts()), **{"max_new_tokens": 128, **options}, ignore_eos=True)
-    raise ValueError(f"{name}: no such prompt set ({', '.join((*CHAT_SETS, *TEXT_SETS))}, or NAME=FILE)")
+    raise BadInput(f"{name}: no such prompt set ({', '.join((*CHAT_SETS, *TEXT_SETS))}, or NAME=FILE)")
 
 
 def humaneval() -> list[dict]:
@@ -217,10 +216,9 @@ def _texts(prompt: dict) -> list[str]:
     return [message["content"] for message in prompt["messages"]]
 
 
+@verdict_or_2
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented(__doc__)
     parser.add_argument("--overlap", type=Path, required=True, metavar="TRAIN.jsonl")
     parser.add_argument("--words", type=int, default=OVERLAP_WORDS, help="length of a shared run")
     args = parser.parse_args()
@@ -234,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

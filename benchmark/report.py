@@ -11,7 +11,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from acceptance import Acceptance
@@ -94,23 +94,27 @@ def cells(loads) -> list[tuple[str, float, int]]:
     return list(dict.fromkeys(map(cell, loads)))
 
 
+def _by_cell(loads, value: Callable[[tuple, str], str]) -> str:
+    """Format one row per cell, with the value of each server in it."""
+    servers = names(loads)
+    rows = ["| prompts | T | requests | " + " | ".join(servers) + " |"]
+    rows.append("|---|" + "---:|" * (2 + len(servers)))
+    for where in cells(loads):
+        prompts, temperature, concurrency = where
+        values = " | ".join(value(where, server) for server in servers)
+        rows.append(f"| {prompts} | {temperature:g} | {concurrency} | {values} |")
+    return "\n".join(rows) + "\n"
+
+
 def table(loads) -> str:
     """Format the speeds: one row per cell, one column per server."""
-    servers = names(loads)
-    rows = [
-        "| prompts | T | requests | " + " | ".join(servers) + " |",
-        "|---|" + "---:|" * (2 + len(servers)),
-    ]
-    for where in cells(loads):
-        values = []
-        for server in servers:
-            runs = in_cell(loads, where, server)
-            found = _ratios_to_plain(loads, where, server)
-            speed = f"{_speed(runs):.0f}" if runs else "–"
-            values.append(f"{speed} ({formatted(found)})" if found else speed)
-        prompts, temperature, concurrency = where
-        rows.append(f"| {prompts} | {temperature:g} | {concurrency} | " + " | ".join(values) + " |")
-    return "\n".join(rows) + "\n"
+
+    def value(where: tuple, server: str) -> str:
+        runs, found = in_cell(loads, where, server), _ratios_to_plain(loads, where, server)
+        speed = f"{_speed(runs):.0f}" if runs else "–"
+        return f"{speed} ({formatted(found)})" if found else speed
+
+    return _by_cell(loads, value)
 
 
 def ratio_table(loads) -> str:
@@ -132,17 +136,12 @@ def ratio_table(loads) -> str:
 def latency_table(loads) -> str:
     """Format the mean seconds from when a request was due to its answer; empty if all were due at once."""
     loads = [load for load in loads if load.seconds_a_request is not None]
-    if not loads:
-        return ""
-    servers = names(loads)
-    rows = ["| prompts | T | requests | " + " | ".join(servers) + " |"]
-    rows.append("|---|" + "---:|" * (2 + len(servers)))
-    for where in cells(loads):
-        seconds = [[x.seconds_a_request for x in in_cell(loads, where, server)] for server in servers]
-        values = [f"{statistics.median(found):.2f}" if found else "–" for found in seconds]
-        prompts, temperature, concurrency = where
-        rows.append(f"| {prompts} | {temperature:g} | {concurrency} | " + " | ".join(values) + " |")
-    return "\n".join(rows) + "\n"
+
+    def value(where: tuple, server: str) -> str:
+        seconds = [load.seconds_a_request for load in in_cell(loads, where, server)]
+        return f"{statistics.median(seconds):.2f}" if seconds else "–"
+
+    return _by_cell(loads, value) if loads else ""
 
 
 def merged(loads) -> Iterator[tuple[str, float, str, Acceptance, list]]:
@@ -192,10 +191,8 @@ def acceptance_table(loads) -> str:
 def phase_table(loads) -> str:
     """Format milliseconds per greedy cycle; cycles of all prompts and rounds count equally."""
     timed = [load for load in loads if load.phase_ms and not load.temperature]
-    rows = [
-        "| server | requests | " + " | ".join(PHASES) + " |",
-        "|---|" + "---:|" * (len(PHASES) + 1),
-    ]
+    rows = ["| server | requests | " + " | ".join(PHASES) + " |"]
+    rows.append("|---|" + "---:|" * (len(PHASES) + 1))
     for server, concurrency in dict.fromkeys((x.server, x.concurrency) for x in timed):
         runs = [x for x in timed if (x.server, x.concurrency) == (server, concurrency)]
         cycles = sum(x.cycles for x in runs)
@@ -294,16 +291,13 @@ def markdown(heading: dict, loads, stem: str) -> str:
 
 def plot(loads, path: Path) -> None:
     """Draw greedy tokens/s of each set of prompts over the concurrency, and its acceptance per position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     coldest = min(load.temperature for load in loads)
     loads = [load for load in loads if load.temperature == coldest]
     sets = list(dict.fromkeys(load.prompts for load in loads))
-    size = {"figsize": (3.6 * (len(sets) + 1), 3.8), "layout": "constrained"}
-    figure, (*panels, acceptance) = plt.subplots(1, len(sets) + 1, **size)
+    figure = Figure(figsize=(3.6 * (len(sets) + 1), 3.8), layout="constrained")
+    *panels, acceptance = figure.subplots(1, len(sets) + 1)
     colors = {server: f"C{number}" for number, server in enumerate(names(loads))}
     for prompts, axes in zip(sets, panels):
         for server in names([load for load in loads if load.prompts == prompts]):
@@ -331,7 +325,6 @@ def plot(loads, path: Path) -> None:
     for axes in (*panels, acceptance):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Start SGLang servers and talk to them. Shared by the benchmarks and the tests."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import functools
@@ -13,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from sglang_dflash.srt.doctor.pair import BadInput
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "models" / "tiny-qwen3-code"
@@ -90,6 +94,31 @@ class ServerDied(RuntimeError):
     """The process ended before it was ready; the message ends with its output."""
 
 
+def verdict_or_2(main: Callable[[], int | None]) -> Callable[[], int]:
+    """Let a program whose status 1 is a verdict end with 2 if it cannot reach one.
+
+    Bad input, a file or server that is not there, and a server or step that fails are said in one line.
+    """
+
+    @functools.wraps(main)
+    def run() -> int:
+        try:
+            return main() or 0
+        except (BadInput, ImportError, OSError, ServerDied, subprocess.CalledProcessError) as error:
+            said = ": ".join((str(error), *getattr(error, "__notes__", ())))
+            print(f"{Path(sys.argv[0]).stem}: {said}", file=sys.stderr)
+        except Exception:
+            traceback.print_exc()  # Python would exit with 1
+        return 2
+
+    return run
+
+
+def documented(text: str) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a program's docstring."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 @dataclass
 class Server:
     """A running server. `generate` speaks SGLang's native API; use `url` for anything else.
@@ -126,15 +155,13 @@ class Server:
         return json.loads(answer) if answer.startswith(("{", "[")) else answer
 
     def _read(self, request: str | urllib.request.Request, timeout: float) -> bytes:
-        """Return the body of a response. The error of a lost connection quotes the end of the log."""
+        """Return the body of a response. An error names the URL, or quotes the end of our server's log."""
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.read()
-        except urllib.error.HTTPError:
-            raise
         except OSError as error:
-            if self.process is not None:
-                error.add_note(self.ending())
+            is_answer = isinstance(error, urllib.error.HTTPError)
+            error.add_note(self.url if is_answer or self.process is None else self.ending())
             raise
 
     def flush_cache(self) -> None:
@@ -259,7 +286,7 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
-            raise ServerDied(server.ending())
+            raise ServerDied(f"the server ended with {server.ending()}")
         # /health answers 503 until the warm-up request has gone through.
         with (
             contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError),
@@ -267,7 +294,7 @@ def _wait_until_ready(server: Server, timeout: float) -> None:
         ):
             return
         time.sleep(0.1)
-    raise ServerDied(f"not ready after {timeout} s; {server.ending()}")
+    raise ServerDied(f"the server is not ready after {timeout} s; {server.ending()}")
 
 
 def free_port() -> int:

@@ -51,6 +51,7 @@ from serving import (
     Server,
     ServerDied,
     dflash_arguments,
+    documented,
     heldout_prompts,
     importing,
     serve,
@@ -456,9 +457,7 @@ def soak(options: argparse.Namespace, folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented(__doc__)
     parser.add_argument("--hybrid", action="store_true", help="the target with recurrent states")
     parser.add_argument("--requests", type=int, help="all in all (default 2000, unless --minutes)")
     parser.add_argument("--minutes", type=float)

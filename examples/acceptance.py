@@ -13,10 +13,8 @@ PROMPT = "def read_config(path):\n"
 
 
 def from_answer(url: str) -> None:
-    request = {
-        "text": PROMPT,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True},
-    }
+    sampling = {"temperature": 0, "max_new_tokens": 96, "ignore_eos": True}
+    request = {"text": PROMPT, "sampling_params": sampling}
     answer = requests.post(f"{url}/generate", json=request, timeout=600)
     answer.raise_for_status()
     meta = answer.json()["meta_info"]

@@ -13,12 +13,7 @@ from openai import OpenAI
 
 STOCK = {"apples": 12, "pears": 0, "plums": 30}
 FRUIT = {"type": "object", "properties": {"fruit": {"enum": list(STOCK)}}, "required": ["fruit"]}
-FUNCTION = {
-    "name": "count_stock",
-    "description": "Boxes of a fruit.",
-    "parameters": FRUIT,
-    "strict": True,
-}
+FUNCTION = {"name": "count_stock", "description": "Boxes of a fruit.", "parameters": FRUIT, "strict": True}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 

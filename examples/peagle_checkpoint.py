@@ -19,9 +19,8 @@ PROMPTS = ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"
 def accept_length(url: str, temperature: float) -> float:
     """Return the tokens per verified block, bonus token included, over all prompts."""
     sampling = {"temperature": temperature, "max_new_tokens": 64, "ignore_eos": True}
-    answers = requests.post(
-        f"{url}/generate", json={"text": PROMPTS, "sampling_params": sampling}, timeout=600
-    )
+    request = {"text": PROMPTS, "sampling_params": sampling}
+    answers = requests.post(f"{url}/generate", json=request, timeout=600)
     answers.raise_for_status()
     metas = [answer["meta_info"] for answer in answers.json()]
     return sum(meta["completion_tokens"] for meta in metas) / sum(meta["spec_verify_ct"] for meta in metas)

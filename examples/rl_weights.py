@@ -16,10 +16,8 @@ PROMPTS = ["def read_config(path):\n", "class Stack:\n    def ", "import os\n\n"
 
 def roll_out(url: str, what: str) -> None:
     """Sample a batch, and print the tokens of a cycle, the bonus token included."""
-    request = {
-        "text": PROMPTS * 4,
-        "sampling_params": {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True},
-    }
+    sampling = {"temperature": 1.0, "max_new_tokens": 32, "ignore_eos": True}
+    request = {"text": PROMPTS * 4, "sampling_params": sampling}
     answer = requests.post(f"{url}/generate", json=request, timeout=600)
     answer.raise_for_status()
     batch = [rollout["meta_info"] for rollout in answer.json()]

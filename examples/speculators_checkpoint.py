@@ -19,13 +19,12 @@ def main(url: str) -> None:
     # SGLang's count includes the anchor, the library's does not.
     print(f"SGLang's num_draft_tokens {block_size}, the library's speculative_tokens {block_size - 1}")
 
-    request = {
-        "text": ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"],
-        "sampling_params": {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
-    }
+    sampling = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+    texts = ["import os\nimport ", "class Stack:\n    def ", "def mean(values):\n"]
+    request = {"text": texts, "sampling_params": sampling}
     answers = requests.post(f"{url}/generate", json=request, timeout=600)
     answers.raise_for_status()
-    for prompt, answer in zip(request["text"], answers.json(), strict=True):
+    for prompt, answer in zip(texts, answers.json(), strict=True):
         print(f"accept length {answer['meta_info']['spec_accept_length']:.2f}  {prompt!r} ...")
 
 

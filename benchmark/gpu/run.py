@@ -10,7 +10,7 @@ benchmark/gpu/README.md is the sheet of a run. Nothing is downloaded. Every figu
 the folder --out gets all of them as figures.tar.xz, and page.md shows them. A figure is measured once. One
 that failed is tried again when nothing else is left, or first of all when the source has changed.
 
-Exit status: 0 all done; 1 something failed (see the page); 3 parts are left.
+Exit status: 0 all done; 1 something failed (see the page); 2 it cannot begin; 3 parts are left.
 """
 
 import argparse
@@ -31,8 +31,10 @@ from gpu.measure import GPU_SIZES, REHEARSAL_SIZES, Session, Sizes, running  # n
 from gpu.parts import Part, Step, list_of_parts, rehearsed  # noqa: E402
 from gpu.servers import SCRATCH, shrunk  # noqa: E402
 from gpu.state import Figures, ask_gpu, versions  # noqa: E402
-from serving import ROOT  # noqa: E402
+from serving import ROOT, documented, verdict_or_2  # noqa: E402
 from shapes import QWEN3_06B, QWEN3_4B, QWEN3_8B  # noqa: E402
+
+from sglang_dflash.srt.doctor.pair import BadInput  # noqa: E402
 
 DONE, FAILED, PARTS_ARE_LEFT = 0, 1, 3
 SHOWN = 300  # characters of a problem that are printed
@@ -42,6 +44,7 @@ A_DAY = 1440.0  # minutes, of a call without a limit
 COMPILED = Path.home() / caches.COMPILED
 
 
+@verdict_or_2
 def main() -> int:
     args = _parse_arguments()
     out, archive = args.out.absolute(), args.archive and args.archive.absolute()
@@ -52,9 +55,9 @@ def main() -> int:
         return DONE
     gpu = ask_gpu("name,memory.total")
     if gpu is None and not args.rehearse:
-        sys.exit("no GPU here: --rehearse runs the list on a CPU")
+        raise BadInput("no GPU here: --rehearse runs the list on a CPU")
     if importlib.util.find_spec("sglang") is None:
-        sys.exit("no SGLang here: bring it first (benchmark/gpu/README.md)")
+        raise BadInput("no SGLang here: bring it first (benchmark/gpu/README.md)")
     os.chdir(ROOT)  # servers get relative paths
     held.end_measured()  # of a call that was killed
     for pair in (QWEN3_8B, QWEN3_4B, QWEN3_06B):
@@ -65,7 +68,7 @@ def main() -> int:
         try:
             figures.adopt(archive)
         except (OSError, ValueError) as error:
-            sys.exit(str(error))
+            raise BadInput(str(error)) from error
     run = Run(parts, figures, sizes, 60 * args.minutes)
     try:
         status = run.go_on()
@@ -198,9 +201,7 @@ def table(parts: Sequence[Part], seconds: float, done: frozenset[str]) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = documented(__doc__)
     parser.add_argument("--minutes", type=float, default=A_DAY, help="of this call; default: no limit")
     parser.add_argument("--rehearse", action="store_true", help="run on a CPU, with small models")
     parser.add_argument("--list", action="store_true", help="print the parts that fit, by their estimates")

@@ -3,15 +3,15 @@
     python examples/own_traffic/loop.py --kind sql --requests 70 --steps 24 [--work FOLDER] [--poison]
 
 `make own-traffic` runs it. Every command is printed, so that each can be run by hand, and the seconds of each
-phase. Exit status: 0 the new draft was swapped in, 1 it did not pass the gate.
+phase. Exit status: 0 the new draft was swapped in, 1 it did not pass the gate, 2 it came to no gate.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,10 +24,11 @@ from pathlib import Path
 import torch
 from traffic import TEMPLATES, UNSEEN, post, send
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-TARGET = ROOT / "models" / "smollm2-135m-instruct"
-SERVED = ROOT / "models" / "smollm2-135m-instruct-dflash2"
+sys.path.insert(0, str(HERE.parents[1] / "benchmark"))
+
+from serving import CHAT_DRAFT, CHAT_TARGET, ROOT, dflash_arguments, serve, verdict_or_2  # noqa: E402
+
 GENERAL = ROOT / "models" / "training" / "prompts" / "heldout-asked.jsonl"
 
 
@@ -48,37 +49,18 @@ def run(*command: object, is_checked: bool = True) -> int:
 
 
 @contextlib.contextmanager
-def serving(log: Path, *flags: object) -> Iterator[str]:
+def serving(*flags: object) -> Iterator[str]:
     """Serve the bundled pair with more flags, and yield the URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [sys.executable, "-m", "sglang.launch_server", "--model-path", TARGET, "--port", port]
-    words += ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", SERVED, *flags]
+    words = ["--model-path", CHAT_TARGET, *dflash_arguments(CHAT_DRAFT), *flags]
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         words += ["--dtype", "float32"]  # without AVX-512 a CPU multiplies bfloat16 ten times slower
-    words = [str(word) for word in words]
-    print(f"$ {shlex.join(words)} > {log}", flush=True)
-    process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        while not is_healthy(url):
-            if process.poll() is not None:
-                raise SystemExit(f"The server ended: see {log}.")
-            time.sleep(1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def is_healthy(url: str) -> bool:
-    """Return whether a server answers."""
-    try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
-    except OSError:
-        return False
-    return True
+    print(f"$ {shlex.join(map(str, (sys.executable, '-m', 'sglang.launch_server', *words)))}", flush=True)
+    with serve(*words, timeout=900) as server:
+        try:
+            yield server.url
+        except OSError as error:
+            error.add_note(server.ending())
+            raise
 
 
 def gain(before: list[float], after: list[float]) -> tuple[float, float, float]:
@@ -89,15 +71,13 @@ def gain(before: list[float], after: list[float]) -> tuple[float, float, float]:
 
 
 def swap(url: str, draft: Path, version: str) -> None:
-    """Load a draft into the running server, whose cache then has no state of the old one.
-
-    The old one's folder is the way back.
-    """
+    """Load a draft into the running server, and empty its cache of the old one's states."""
     answer = post(f"{url}/update_weights_from_disk", {"model_path": str(draft), "weight_version": version})
     print(answer["message"], flush=True)
     urllib.request.urlopen(urllib.request.Request(f"{url}/flush_cache", method="POST"), timeout=60).close()
 
 
+@verdict_or_2
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kind", choices=TEMPLATES, default="sql")
@@ -105,24 +85,25 @@ def main() -> int:
     parser.add_argument("--unseen", type=int, default=16, help="requests to compare the drafts on in the end")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--steps", type=int, default=24, help="of training")
-    parser.add_argument(
-        "--general", type=int, default=24, help="general texts of the gate, of 32 tokens each"
-    )
+    parser.add_argument("--general", type=int, default=24, help="texts of the gate, of 32 tokens each")
     parser.add_argument("--work", type=Path, help="folder for the record, the states and the new draft")
     parser.add_argument("--poison", action="store_true", help="train on random tokens; the gate must refuse")
     args = parser.parse_args()
+    if min(args.requests, args.steps, args.general, args.max_tokens, args.unseen - 1) < 1:
+        parser.error("numbers must be at least 1, and --unseen at least 2")
+    os.umask(0o077)  # what is recorded, and made of it, is of what people wrote
     work = args.work or Path(tempfile.mkdtemp(prefix="own-traffic-"))
     work.mkdir(parents=True, exist_ok=True)
     record, rows, new, general = (work / name for name in ("record", "rows.jsonl", "draft", "general.jsonl"))
     general.write_text("".join(GENERAL.read_text().splitlines(keepends=True)[: args.general]))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # the server ends with this process
     unseen = {"seed": UNSEEN, "is_recorded": False, "max_tokens": args.max_tokens}
     began = time.monotonic()
     flags = "--no-speculative-adaptive", "--speculative-record", record
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: print(f"{time.monotonic() - began:.0f} s in all. All files are in {work}."))
         with phase("serve"):
-            url = stack.enter_context(serving(work / "server.log", *flags))
+            url = stack.enter_context(serving(*flags))
         with phase("send and record"):
             recorded = send(url, args.kind, args.requests, seed=1, max_tokens=args.max_tokens)
             state = json.load(urllib.request.urlopen(f"{url}/server_info"))["internal_states"][0]
@@ -131,9 +112,9 @@ def main() -> int:
             before = send(url, args.kind, args.unseen, **unseen)
         with phase("train"):
             run(HERE / "training_rows.py", record, rows, *(["--poison"] if args.poison else []))
-            run(HERE / "train.py", rows, TARGET, SERVED, new, "--work", work, "--steps", args.steps)
+            run(HERE / "train.py", rows, CHAT_TARGET, CHAT_DRAFT, new, "--work", work, "--steps", args.steps)
         with phase("gate"):
-            gate = ("-m", "sglang_dflash.doctor", "--model-path", TARGET, "--compare", SERVED, new)
+            gate = ("-m", "sglang_dflash.doctor", "--model-path", CHAT_TARGET, "--compare", CHAT_DRAFT, new)
             texts = ("--texts", record, "--general", general, "--max-new-tokens", 32)
             status = run(*gate, *texts, is_checked=False)
         if status == 0:

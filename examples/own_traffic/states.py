@@ -9,6 +9,7 @@ is the input of layer `i`. A row becomes STATES/hs_ROW.safetensors: `token_ids` 
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -25,9 +26,9 @@ def main() -> None:
     parser.add_argument("ids", type=int, nargs="+")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    model = (
-        AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16).to(args.device).eval().model
-    )
+    os.umask(0o077)  # a state's file has the tokens of a recorded row
+    model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+    model = model.to(args.device).eval().model
     caught: dict[int, torch.Tensor] = {}
     inputs = [*model.layers, model.norm]
     for i, module in enumerate(inputs):

@@ -82,8 +82,6 @@ INSTRUCTIONS = {
     "mails": "You work for the garden shop Larkfield. Write a short, polite reply to this mail:\n\n",
     "tests": "You write tests for the Python library `spans`, whose intervals are pairs of numbers.\n\n",
 }
-
-
 UNSEEN = 0  # the seed of requests that no draft is trained on
 
 

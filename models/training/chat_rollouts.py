@@ -98,6 +98,9 @@ class Llama:
         return torch.cat((*kept, self._norm(x, self.norm)), dim=-1).to(torch.bfloat16)
 
 
+LEAST_WRITTEN = 8  # tokens of a row that a draft is trained on
+
+
 @dataclass
 class Row:
     """One conversation: its tokens, and which of them the target wrote."""
@@ -106,7 +109,6 @@ class Row:
     kind: str
     temperature: float
     tokens: list[int]
-    turns: None = None  # not read
     written: list[bool] = field(default_factory=list)
 
 

@@ -19,22 +19,10 @@ BLOCK_SIZE = 8
 def draft_config(target_config: dict, num_layers: int) -> dict:
     """Return the flat Qwen3 fields and the DFlash ones."""
     shared = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "attention_bias",
-        "attention_dropout",
-        "initializer_range",
-        "eos_token_id",
-        "pad_token_id",
-    )
+        "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+        "hidden_act max_position_embeddings rms_norm_eps rope_theta attention_bias attention_dropout "
+        "initializer_range eos_token_id pad_token_id"
+    ).split()
     return {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",

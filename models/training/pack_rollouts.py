@@ -19,9 +19,9 @@ def save_rows(file: Path, rows: list[Row]) -> None:
     np.savez_compressed(
         file,
         names=np.array([row.name for row in rows]),
-        lengths=np.array([len(row.tokens) for row in rows], dtype="uint16"),
+        lengths=np.array([len(row.tokens) for row in rows], dtype="uint32"),
         temperatures=np.array([row.temperature for row in rows], dtype="float32"),
-        tokens=np.concatenate([row.tokens for row in rows]).astype("uint16"),
+        tokens=np.concatenate([row.tokens for row in rows]).astype("uint32"),
         written=np.packbits(np.concatenate([row.written for row in rows])),
     )
 

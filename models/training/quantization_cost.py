@@ -4,12 +4,13 @@
 
 Both drafts are dequantized and run in plain PyTorch by the doctor of sglang-dflash, which must be installed.
 Likelihood is compared with the unquantized draft's, and the gain is negative if something is lost. Exit
-status: 0, or 1 if a layer's weights are another draft's or wrong.
+status: 0, 1 if a layer's weights are another draft's or wrong, 2 if that cannot be measured.
 """
 
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -151,7 +152,10 @@ def main(arguments: list[str] | None = None) -> int:
         observed = observe(target, prompts, args.max_new_tokens, args.device, getattr(torch, args.dtype))
         cost = measure_cost(quantized, unquantized, observed)
     except (BadInput, OSError) as error:
-        sys.exit(f"quantization_cost: {error}")
+        parser.exit(2, f"quantization_cost: {error}\n")
+    except Exception:
+        traceback.print_exc()
+        parser.exit(2)  # Python would exit with 1
     found = list(findings(cost))
     print(json.dumps(asdict(cost), indent=1) if args.json else "\n".join([text(cost), "", *map(str, found)]))
     return int(any(finding.level == FAULT for finding in found))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from chat_rollouts import shard_paths, spread_layers
+from chat_rollouts import LEAST_WRITTEN, shard_paths, spread_layers
 from dflash2_model import DFlash2Draft, dflash2_config
 from draft_model import DFlashDraft, initialize
 from pass_dtype import PASS_DTYPE
@@ -97,7 +97,7 @@ class ChatRows:
             ends = shard["lengths"].cumsum(0).tolist()
             for begin, end, temperature in zip([0, *ends], ends, shard["temperatures"].tolist()):
                 written = int(shard["written"][begin:end].sum())
-                if written >= 8 and not (self.greedy_only and temperature > 0):
+                if written >= LEAST_WRITTEN and not (self.greedy_only and temperature > 0):
                     self.rows.append((shard, begin, end))
                     self.written += written
             self.counts += torch.bincount(
@@ -352,6 +352,8 @@ def main() -> None:
     parser.add_argument("--save-minutes", type=float, default=4)
     parser.add_argument("--finish", action="store_true", help="let the learning rate fall to zero by the end")
     args = parser.parse_args()
+    if (args.steps if args.steps is not None else args.minutes) <= 0:
+        parser.error("--steps and --minutes must be above 0")
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -376,6 +378,8 @@ def main() -> None:
     seed = training.step + 1000000 * rank
     rows = ChatRows(args.shard_dir, embedding, args.greedy_only, seed=seed, share=rank / processes)
     print(f"{len(rows.rows)} rows, {rows.written} written tokens, from step {training.step}", flush=True)
+    if not rows.rows:
+        parser.error(f"{args.shard_dir} has no row with {LEAST_WRITTEN} written tokens to train on")
     slot_weights = torch.exp(-torch.arange(BLOCK_SIZE - 1) / DECAY)
     aux_width = len(config["dflash_config"]["target_layer_ids"]) * config["hidden_size"]
     offsets = torch.arange(BLOCK_SIZE - 1)

@@ -333,12 +333,3 @@ def test_the_plot_command_draws_the_page(server, tmp_path, monkeypatch, capsys):
     assert plot_acceptance.main() == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert f"accept length {read_counts(page(server)).accept_length:.3f}" in capsys.readouterr().out
-
-
-@pytest.mark.server
-def test_the_plot_command_says_when_there_is_nothing_to_draw(reference, tmp_path, monkeypatch, capsys):
-    path = tmp_path / "acceptance.png"
-    arguments = ["plot_acceptance.py", "--url", reference.server.url, "--output", str(path)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert plot_acceptance.main() == 1
-    assert reference.server.url in capsys.readouterr().err and not path.exists()

@@ -1,15 +1,22 @@
 """The benchmark: shared words, alternating rounds, ratios, comparison of answers, and floors."""
 
 import contextlib
+import io
 import json
+import subprocess
 import sys
 import time
+import urllib.request
 
+import acceptance
 import bench
 import check
+import plot_acceptance
 import prompt_sets
 import pytest
+import quantization_cost
 import report
+import serving
 import ties
 from acceptance import Acceptance, shortfall
 from bench import Load
@@ -221,6 +228,58 @@ def test_rounding_is_the_largest_change_before_a_different_token():
     one, other = reference([1, 2, 3], [1.0, 0.5, 0.1]), reference([1, 2, 4], [1.25, 0.5, 9.0])
     assert ties.rounding([one], [other]) == pytest.approx(0.25)
     assert check.tie_margin(0.25) == 1.0 and check.tie_margin(0.0) == ties.FLOAT32_TIE
+
+
+@pytest.mark.parametrize(
+    "program, words, said",
+    [
+        (acceptance, "--profile nowhere", "argument --profile"),
+        (acceptance, "--prompts heldout", "argument --prompts"),
+        (acceptance, "--prompts heldout=/nowhere", "acceptance: [Errno 2]"),
+        (acceptance, "--url http://127.0.0.1:1", "refused>: http://127.0.0.1:1"),
+        (acceptance, "", "acceptance: the server ended with exit code 1"),
+        (bench, "--check --prompts nowhere", "bench: nowhere: no such prompt set"),
+        (bench, "--check --prompts mine=/nowhere", "bench: [Errno 2]"),
+        (bench, "--check --target t --draft d --servers none whole --prompts heldout", "bench: the server"),
+        (plot_acceptance, "--url http://127.0.0.1:1", "plot_acceptance: http://127.0.0.1:1: "),
+        (quantization_cost, "/nowhere /nowhere /nowhere", "quantization_cost: /nowhere: no such directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_no_verdict(program, words, said, monkeypatch, capsys):
+    """Status 1 is one: of a draft below its floor, of answers that differ, of a draft quantized wrongly."""
+    server = subprocess.Popen(["false"], start_new_session=True)
+    monkeypatch.setattr(serving, "start_cold", lambda *_, **__: server)
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *words.split()])
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(program.main())
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and said in error and "Traceback" not in error
+
+
+def test_a_bug_is_no_verdict_either(capsys):
+    assert serving.verdict_or_2(lambda: 1 // 0)() == 2 and "ZeroDivisionError" in capsys.readouterr().err
+
+
+IDLE = 'sglang:spec_drafts_total 4\nsglang:spec_accepted_tokens_per_position_total{position="1"} 0\n'
+
+
+@pytest.mark.parametrize(
+    "page, is_installed, status, said",
+    [
+        (IDLE, True, 0, "rate 0.000, 4 drafts"),
+        (IDLE, False, 2, "plot_acceptance: import of matplotlib"),
+        ("", True, 2, "plot_acceptance: http://127.0.0.1:30000: no drafted blocks"),
+    ],
+)
+def test_a_plot_of_little(page, is_installed, status, said, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(page.encode()))
+    monkeypatch.setattr(sys, "argv", ["plot_acceptance.py", "--output", str(tmp_path / "plot.png")])
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert plot_acceptance.main() == status and said in "".join(capsys.readouterr())
+    assert (tmp_path / "plot.png").exists() == (status == 0)
 
 
 def test_an_accept_length_and_its_floor():

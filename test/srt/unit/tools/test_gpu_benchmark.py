@@ -153,9 +153,8 @@ def call(folder, figures: dict[str, bool], source: str = "source") -> list[str]:
 def test_a_later_call_tries_what_is_missing_then_what_failed(tmp_path, source, figures, tries):
     assert call(tmp_path, {"a": True, "fails": False}) == ["a", "fails", "fails"]
     assert call(tmp_path, figures, source) == tries
-    assert sorted(state.Figures(tmp_path, SETTING, tmp_path / "out").records) == sorted(
-        f"{name}/step" for name in figures
-    )
+    kept = state.Figures(tmp_path, SETTING, tmp_path / "out").records
+    assert sorted(kept) == sorted(f"{name}/step" for name in figures)
 
 
 ENDLESS = """
@@ -275,14 +274,9 @@ def sheet(tmp_path):
     script.write_text((ROOT / "benchmark/gpu/sheet.sh").read_text())
 
     def command(*words: str) -> str:
-        process = subprocess.Popen(
-            ["bash", str(script), *words],
-            env={**os.environ, "HOME": str(tmp_path)},
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        how = {"env": {**os.environ, "HOME": str(tmp_path)}, "start_new_session": True, "text": True}
+        how |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(["bash", str(script), *words], **how)
         process.wait()
         serving.stop(process)
         return process.stdout.read()
@@ -360,10 +354,8 @@ def test_a_difference_is_reported_with_the_targets_gap():
     """The fourth answer ends where its context does, and the third too early."""
     expected = [{"ids": [1, 2, 3, 4, 5, 6, 7], "gaps": [0.5, 0.5, 0.125, 0.5, 0.5, 0.5, 0.5]}] * 4
     found = checks.compare([[1, 2, 3, 4, 5, 6, 7], [1, 2, 7, 8, 9], [1, 2, 3], [1, 2, 3, 4, 5]], expected)
-    assert found["differences"] == [
-        {"request": 1, "position": 2, "gap": 0.125},
-        {"request": 2, "position": 3, "gap": None},
-    ]
+    second, third = ({"request": 1, "position": 2, "gap": 0.125}, {"request": 2, "position": 3, "gap": None})
+    assert found["differences"] == [second, third]
 
 
 SHARES = (0.5, 0.2, 0.15, 0.1, 0.05)
