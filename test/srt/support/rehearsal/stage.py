@@ -89,7 +89,8 @@ def set_the_stage(algorithm) -> None:
         _interpret_triton()
         makers = {"flashinfer": _flashinfer, "fa3": _fa3, "triton": _triton, "trtllm_mha": _trtllm_mha}
         of_draft = scene.draft or {"trtllm_mha": "flashinfer"}.get(scene.backend, scene.backend)
-        made = {name: makers[name]() for name in {of_draft, scene.backend}}
+        base = {"flashinfer"} if scene.backend == "trtllm_mha" else set()  # its class has this one's buffers
+        made = {name: makers[name]() for name in {of_draft, scene.backend} | base}
         draft_backend, backend = made[of_draft], made[scene.backend]
         steps.watch()
         _record_layers_of_the_cpu()
