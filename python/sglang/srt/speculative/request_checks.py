@@ -188,7 +188,7 @@ def request_problem(request: Any, model: Any) -> str | None:
         ("top_logprobs_num", [request.top_logprobs_num], 0, model.vocab_size),
         ("temperature", [params.temperature], 0, _LARGEST),
         ("logit_bias", (params.logit_bias or {}).values(), -_LARGEST, _LARGEST),
-        ("repetition_penalty", [params.repetition_penalty], 1 / _LARGEST, 2),
+        ("repetition_penalty", [params.repetition_penalty], 1e-20, 2),
     ):
         if outside := [value for value in values if not least <= value <= most]:
             return f"{name}: {outside[0]} is not in {least} to {most}."
