@@ -223,8 +223,8 @@ def check_record_options(num_ranks: int) -> None:
     share, limit = DFlashOptions.RECORD_SHARE.get(), DFlashOptions.RECORD_LIMIT.get()
     if not 0 <= share <= 1:
         raise ValueError(f"--speculative-record-share must be from 0 to 1, got {share:g}.")
-    # Each rank writes a file. With one more file, no rank removes what another is writing.
-    if limit < (least := FILE_BYTES * (num_ranks + (num_ranks > 1))):
+    # A rank leaves room for the open files to grow. Below this limit it would remove the others'.
+    if limit < (least := FILE_BYTES * (2 * num_ranks - 1)):
         raise ValueError(f"--speculative-record-limit must be {least} bytes or more, got {limit}.")
     if folder is None:
         return

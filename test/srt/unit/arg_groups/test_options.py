@@ -143,7 +143,7 @@ def test_a_record_that_cannot_be_is_refused(parser, tmp_path, arguments, words):
 def test_a_record_has_a_file_for_each_rank(parser, tmp_path):
     parser.parse_args(["--speculative-record", str(tmp_path), "--speculative-record-limit", "26MB"])
     check_record_options(2)
-    with pytest.raises(ValueError, match=f"must be {4 * FILE_BYTES} bytes or more, got 26000000"):
+    with pytest.raises(ValueError, match=f"must be {5 * FILE_BYTES} bytes or more, got 26000000"):
         check_record_options(3)
 
 
