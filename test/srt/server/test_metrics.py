@@ -230,13 +230,15 @@ def test_overlap_counts_at_most_one_block_more_per_request(overlap_server):
 
 @pytest.mark.server
 def test_requests_are_recorded_as_they_were_answered(overlap_server, record):
-    """Ends by length, stop token and stop string, a refusal to be recorded, and a choice that is none."""
+    """Ends by length, stop token and stop string, a refusal to be recorded, and a choice that is none.
+
+    `min_p` of 1 samples the likeliest token: answers of one token are not recorded."""
     prompt = [*range(40, 60)]
     sent = [
         {"max_new_tokens": 30, "ignore_eos": True},
         {"max_new_tokens": 30, "custom_params": {"speculative_record": False}},
         {"max_new_tokens": 1},
-        {"max_new_tokens": 200, "temperature": 1.0, "stop": [" ", "e"]},
+        {"max_new_tokens": 200, "temperature": 1.0, "min_p": 1.0, "stop": [" ", "e"]},
         {"max_new_tokens": 30, "regex": "[a-z]+"},
     ]
     before = overlap_server.get("/server_info")["internal_states"][0]["speculative_record"]
