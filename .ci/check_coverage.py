@@ -10,25 +10,25 @@ from collections import defaultdict
 from pathlib import Path
 
 PACKAGE = "python/sglang/"
-# Percent of the lines of each room that tests must run: two below the first whole run's.
+# Percent of the lines of each room that tests must run: half a percent below the run of 2026-11-30.
 FLOORS = {
-    ".": 90,
-    "kernels": 98,
-    "srt": 95,
-    "srt/arg_groups": 96,
-    "srt/configs": 95,
-    "srt/doctor": 91,
-    "srt/hardware_backend": 95,
-    "srt/layers": 94,
-    "srt/models": 96,
-    "srt/observability": 96,
-    "srt/plugins": 96,
-    "srt/speculative": 95,
-    "srt/speculative/acceptance": 96,
-    "srt/speculative/cycle": 92,
-    "srt/speculative/drafters": 96,
-    "srt/speculative/targets": 96,
-    "srt/speculative/width": 97,
+    ".": 96.8,
+    "kernels": 99.5,
+    "srt": 98.7,
+    "srt/arg_groups": 97.6,
+    "srt/configs": 97,
+    "srt/doctor": 94.8,
+    "srt/hardware_backend": 98.1,
+    "srt/layers": 97.8,
+    "srt/models": 98.7,
+    "srt/observability": 98.6,
+    "srt/plugins": 97.4,
+    "srt/speculative": 95.9,
+    "srt/speculative/acceptance": 98.6,
+    "srt/speculative/cycle": 98.8,
+    "srt/speculative/drafters": 97.8,
+    "srt/speculative/targets": 98.3,
+    "srt/speculative/width": 98.8,
 }
 
 
