@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from sglang_dflash.srt.doctor.pair import BadInput
-
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "models" / "tiny-qwen3-code"
 DRAFT = ROOT / "models" / "tiny-qwen3-code-dflash"
@@ -100,15 +98,21 @@ def verdict_or_2(main: Callable[[], int | None]) -> Callable[[], int]:
     Bad input, a file or server that is not there, and a server or step that fails are said in one line.
     """
 
+    def say(error: Exception) -> None:
+        said = ": ".join((str(error), *getattr(error, "__notes__", ())))
+        print(f"{Path(sys.argv[0]).stem}: {said}", file=sys.stderr)
+
     @functools.wraps(main)
     def run() -> int:
         try:
             return main() or 0
-        except (BadInput, ImportError, OSError, ServerDied, subprocess.CalledProcessError) as error:
-            said = ": ".join((str(error), *getattr(error, "__notes__", ())))
-            print(f"{Path(sys.argv[0]).stem}: {said}", file=sys.stderr)
-        except Exception:
-            traceback.print_exc()  # Python would exit with 1
+        except (ImportError, OSError, ServerDied, subprocess.CalledProcessError) as error:
+            say(error)
+        except Exception as error:
+            from sglang_dflash.srt.doctor.pair import BadInput  # here: a GPU's list needs no plugin
+
+            # Of a bug the traceback is shown. Python would exit with 1.
+            say(error) if isinstance(error, BadInput) else traceback.print_exc()
         return 2
 
     return run

@@ -34,8 +34,6 @@ from gpu.state import Figures, ask_gpu, versions  # noqa: E402
 from serving import ROOT, documented, verdict_or_2  # noqa: E402
 from shapes import QWEN3_06B, QWEN3_4B, QWEN3_8B  # noqa: E402
 
-from sglang_dflash.srt.doctor.pair import BadInput  # noqa: E402
-
 DONE, FAILED, PARTS_ARE_LEFT = 0, 1, 3
 SHOWN = 300  # characters of a problem that are printed
 MOST_OF_ESTIMATE = 3  # times its estimate after which a part is taken to hang
@@ -55,9 +53,9 @@ def main() -> int:
         return DONE
     gpu = ask_gpu("name,memory.total")
     if gpu is None and not args.rehearse:
-        raise BadInput("no GPU here: --rehearse runs the list on a CPU")
+        raise OSError("no GPU here: --rehearse runs the list on a CPU")
     if importlib.util.find_spec("sglang") is None:
-        raise BadInput("no SGLang here: bring it first (benchmark/gpu/README.md)")
+        raise OSError("no SGLang here: bring it first (benchmark/gpu/README.md)")
     os.chdir(ROOT)  # servers get relative paths
     held.end_measured()  # of a call that was killed
     for pair in (QWEN3_8B, QWEN3_4B, QWEN3_06B):
@@ -68,7 +66,7 @@ def main() -> int:
         try:
             figures.adopt(archive)
         except (OSError, ValueError) as error:
-            raise BadInput(str(error)) from error
+            raise OSError(str(error)) from error
     run = Run(parts, figures, sizes, 60 * args.minutes)
     try:
         status = run.go_on()
