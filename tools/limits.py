@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from sglang_dflash.srt.arg_groups import fallback, options, resolve, support
-from sglang_dflash.srt.configs import draft_kinds, fields, unsupported
+from sglang_dflash.srt.configs import draft_kinds, layer_fields, unsupported
 from sglang_dflash.srt.environ import DFlashOptions
 from sglang_dflash.srt.hardware_backend.cpu import arguments as cpu
 from sglang_dflash.srt.speculative import request_checks
@@ -132,7 +132,7 @@ def draft_fields() -> str:
         (
             f"- Refused: {names(by_outcome[False])}.",
             f"- Falls back: {names(by_outcome[True])}; {names(unsupported.BUILTIN_ARCHITECTURES)}; a RoPE "
-            f"that is none of {names(fields.ROPE_KINDS)}.",
+            f"that is none of {names(layer_fields.ROPE_KINDS)}.",
         )
     )
 

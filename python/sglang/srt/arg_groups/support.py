@@ -7,7 +7,7 @@ from typing import Any
 from sglang_dflash.srt.configs.checkpoint import read_config
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig
 from sglang_dflash.srt.configs.draft_formats import checkpoint_problems
-from sglang_dflash.srt.configs.fields import as_object, is_int
+from sglang_dflash.srt.configs.json_values import as_object, is_int
 from sglang_dflash.srt.configs.unsupported import (
     COUNT_WINDOW_FROM_ANCHOR,
     COUNT_WINDOW_FROM_QUERY,

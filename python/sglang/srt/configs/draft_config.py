@@ -5,20 +5,13 @@ Format: z-lab/dflash. A flat Qwen3 config plus `block_size`, `num_target_layers`
 by `configs/speculators_format.py`, with a few more entries in `dflash_config`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as all_fields
 from typing import Any, ClassVar, Self
 
-from sglang_dflash.srt.configs.fields import (
-    MAX_LAYERS,
-    REQUIRED,
-    Fields,
-    Shapes,
-    layer_shapes,
-    names_taken,
-    short_repr,
-)
+from sglang_dflash.srt.configs.fields import MAX_LAYERS, REQUIRED, Fields, Shapes, names_taken
+from sglang_dflash.srt.configs.json_values import short_repr
 from sglang_dflash.srt.configs.unsupported import variant_problems
 
 FULL_ATTENTION = "full_attention"
@@ -256,7 +249,26 @@ class DFlashDraftConfig:
 
     def layer_tensors(self, hf_config: Any, layer: int) -> Shapes:
         """Return the tensors of one layer and their shapes."""
-        return layer_shapes(hf_config, self.attention_inputs(layer), self.has_qk_norm)
+        hidden, inner = hf_config.hidden_size, hf_config.intermediate_size
+        heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        head_dim = getattr(hf_config, "head_dim", None) or hidden // heads
+        sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim, "o": hidden}
+        shapes: Shapes = {
+            **{
+                f"self_attn.{name}_proj.weight": (sizes[name], self.attention_inputs(layer)) for name in "qkv"
+            },
+            "self_attn.o_proj.weight": (hidden, sizes["q"]),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+        }
+        if self.has_qk_norm:
+            shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+        if getattr(hf_config, "attention_bias", False):
+            shapes |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+        return shapes
 
     def attention_inputs(self, layer: int) -> int:
         """Return the channels that the queries, keys and values of a layer are made of."""
@@ -355,3 +367,30 @@ def spread_target_layer_ids(num_target_layers: int | None, num_draft_layers: int
 def format_ids(ids: Sequence[int]) -> str:
     """Return target layer ids for a message."""
     return f"{short_repr(list(ids))} (0-based layer outputs; speculators counts one more)"
+
+
+def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> list[int]:
+    """Convert `aux_hidden_state_layer_ids` to `target_layer_ids`; nothing else converts.
+
+    speculators counts the layers that have run: id i is the INPUT of layer i, Hugging Face's
+    `hidden_states[i]`, with 0 the embedding. Ours names the layer whose OUTPUT is taken: id i is
+    `hidden_states[i + 1]`. SGLang's capture hook counts inputs again and adds the one back by itself.
+    """
+    return [layer_id - 1 for layer_id in speculators_layer_ids]
+
+
+def flat_draft(
+    layers: Mapping[str, Any], architecture: str, block_size: int, **entries: Any
+) -> dict[str, Any]:
+    """Return a flat Qwen3 config of these layers, whose `dflash_config` has these entries.
+
+    These writers copy the target's table into a plain embedding, which scales nothing.
+    """
+    return {
+        **layers,
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "architectures": [architecture],
+        "block_size": block_size,
+        "dflash_config": {"input_embedding_scale": 1.0, **entries},
+    }

@@ -13,7 +13,9 @@ from transformers import PretrainedConfig, Qwen3Config
 from sglang_dflash.srt.configs.draft_config import names_sliding_layers
 from sglang_dflash.srt.configs.draft_formats import flat_config, is_converted
 from sglang_dflash.srt.configs.draft_kinds import ALIASES, config_class
-from sglang_dflash.srt.configs.fields import MAX_SIZE, DraftConfigError, short_repr
+from sglang_dflash.srt.configs.fields import DraftConfigError
+from sglang_dflash.srt.configs.json_values import short_repr
+from sglang_dflash.srt.configs.layer_fields import MAX_SIZE
 from sglang_dflash.srt.configs.quantization import ATTRIBUTE, find_quantization
 from sglang_dflash.srt.environ import DFlashOptions
 

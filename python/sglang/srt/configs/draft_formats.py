@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
-from sglang_dflash.srt.configs.draft_config import NESTED_ONLY, DFlashDraftConfig, names_sliding_layers
+from sglang_dflash.srt.configs.draft_config import (
+    NESTED_ONLY,
+    DFlashDraftConfig,
+    flat_draft,
+    names_sliding_layers,
+    speculators_ids_to_layer_outputs,
+)
 from sglang_dflash.srt.configs.draft_kinds import (
     DEFAULT_DEPTH,
     DSPARK_ARCHITECTURES,
@@ -20,18 +26,9 @@ from sglang_dflash.srt.configs.draft_kinds import (
     config_class,
     default_layer_inputs,
 )
-from sglang_dflash.srt.configs.fields import (
-    ROPES,
-    Fields,
-    as_object,
-    assumed_values,
-    first_name,
-    is_int,
-    names_taken,
-    read_layers,
-    read_rope,
-    short_repr,
-)
+from sglang_dflash.srt.configs.fields import Fields, names_taken
+from sglang_dflash.srt.configs.json_values import as_object, first_name, is_int, short_repr
+from sglang_dflash.srt.configs.layer_fields import ROPES, assumed_values, read_layers, read_rope
 from sglang_dflash.srt.configs.quantization import (
     OtherMethodError,
     find_quantization,
@@ -39,12 +36,10 @@ from sglang_dflash.srt.configs.quantization import (
     read_quantization,
 )
 from sglang_dflash.srt.configs.speculators_format import (
-    flat_draft,
     is_served,
     is_speculators_config,
     normalize,
     speculators_fields,
-    speculators_ids_to_layer_outputs,
     speculators_type,
 )
 from sglang_dflash.srt.configs.unsupported import (

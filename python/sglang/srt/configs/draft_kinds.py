@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sglang_dflash.srt.configs.draft_config import DFlashDraftConfig, format_ids
-from sglang_dflash.srt.configs.fields import DraftConfigError, Fields, Shapes, first_name, short_repr
+from sglang_dflash.srt.configs.fields import DraftConfigError, Fields, Shapes
+from sglang_dflash.srt.configs.json_values import first_name, short_repr
 
 # One format under three names, as SGLang has them.
 DFLASH2_ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sglang_dflash.srt.configs.checkpoint import FLOATS, read_file
-from sglang_dflash.srt.configs.fields import DraftConfigError, is_int, short_repr
+from sglang_dflash.srt.configs.fields import DraftConfigError
+from sglang_dflash.srt.configs.json_values import is_int, short_repr
 
 MODELOPT_FILE = "hf_quant_config.json"
 # The attribute of a draft's config, in SGLang's hands, that holds the raw object.

@@ -1,45 +1,30 @@
-"""Checkpoints of the `speculators` training library (0.9.0).
+"""Checkpoints of the `speculators` training library (0.9.0), made flat for our models.
 
-Their config.json nests the draft's layers under `transformer_layer_config` and counts target layers
-differently. It is read into the flat config that our draft models read.
+Their config.json nests the draft's layers and counts target layers differently.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from sglang_dflash.srt.configs.checkpoint import tensor_shapes
+from sglang_dflash.srt.configs.draft_config import flat_draft, speculators_ids_to_layer_outputs
 from sglang_dflash.srt.configs.draft_kinds import (
     DEFAULT_DEPTH,
     PEAGLE_ARCHITECTURE,
     PEAGLE_NORMS,
     default_layer_inputs,
 )
-from sglang_dflash.srt.configs.fields import (
-    MAX_LAYERS,
-    REQUIRED,
-    DraftConfigError,
-    Fields,
-    as_object,
-    first_name,
-    names_taken,
-    read_layers,
-    read_window,
-    short_repr,
-)
+from sglang_dflash.srt.configs.fields import MAX_LAYERS, REQUIRED, DraftConfigError, Fields, names_taken
+from sglang_dflash.srt.configs.json_values import as_object, first_name, short_repr
+from sglang_dflash.srt.configs.layer_fields import read_layers, read_window
 from sglang_dflash.srt.configs.unsupported import dspark_heads, variant_problems
 
-# Types that we serve, and the architectures of their flat configs. The library's DSpark is served without
-# heads.
-_ARCHITECTURES = {
-    "dflash": "DFlashDraftModel",
-    "dflash2": "DFlash2DraftModel",
-    "dspark": "DFlashDraftModel",
-    "peagle": PEAGLE_ARCHITECTURE,
-}
+# Types that we serve, and the architectures of their flat configs. DSpark is served without heads.
+_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+_ARCHITECTURES |= {"dspark": "DFlashDraftModel", "peagle": PEAGLE_ARCHITECTURE}
 # Types the library can train and we cannot serve. SGLang reads none of the library's files.
 _SERVED_ELSEWHERE = ("eagle3", "dspark", "mtp")  # dspark: with heads
-# The library's default, for a file whose tensors are not here.
-_DEFAULT_VOCABULARY = 32_000
+_DEFAULT_VOCABULARY = 32_000  # the library's, for a file whose tensors are not here
 # Names of P-EAGLE drafts, which may be all that says what they are.
 _PEAGLE_ARCHITECTURES = (PEAGLE_ARCHITECTURE, "PEagleSpeculator", "PeagleLlamaForCausalLM")
 
@@ -48,16 +33,16 @@ def speculators_type(config: Mapping[str, Any]) -> Any:
     """Return a checkpoint's `speculators_model_type`; None if it is not the library's."""
     kind = config.get("speculators_model_type")
     is_flat = "hidden_size" in config and "transformer_layer_config" not in config
-    if kind is None and not is_flat and first_name(config.get("architectures")) in _PEAGLE_ARCHITECTURES:
-        return "peagle"
-    return kind
+    is_peagle = first_name(config.get("architectures")) in _PEAGLE_ARCHITECTURES
+    return "peagle" if kind is None and not is_flat and is_peagle else kind
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
     """Return True for a config.json that `normalize` converts."""
     kind = speculators_type(config)
-    is_known = isinstance(kind, str) and kind in _ARCHITECTURES
-    return is_known and not (kind == "dspark" and dspark_heads(config))
+    return (
+        isinstance(kind, str) and kind in _ARCHITECTURES and not (kind == "dspark" and dspark_heads(config))
+    )
 
 
 def is_speculators_config(config: Mapping[str, Any]) -> bool:
@@ -97,16 +82,9 @@ def normalize(config: Mapping[str, Any], checkpoint: str, target_layers: int | N
 def _read(
     fields: Fields, kind: Any, rows_of_head: Any = None, target_layers: int | None = None
 ) -> tuple[Mapping[str, Any], dict[str, Any]]:
-    """Read a config.json of a type of the library.
+    """Read a config.json into the draft's layers and the other arguments of `flat_draft`.
 
-    Args:
-        fields: of the file.
-        kind: the type.
-        rows_of_head: the size of the draft's vocabulary, if the file does not say.
-        target_layers: the target's depth, or None.
-
-    Returns:
-        The draft's layers, and the arguments of `flat_draft`.
+    `rows_of_head` is the size of the draft's vocabulary, if the file does not say.
     """
     layers, tokens = _read_layers(fields), _read_proposal(fields, kind)
     entries: dict[str, Any] = {
@@ -128,17 +106,12 @@ def _read(
         entries["block_size"] = (tokens or DEFAULT_DEPTH) + 1
     ids = fields.take_list(inputs, int, default) or []
     if ids and min(ids) < 1:
-        fields.fault(
-            inputs,
-            f"{short_repr(ids)} names layer 0 or less: id 0 is the embedding, which SGLang does not capture",
-        )
+        embedding = "id 0 is the embedding, which SGLang does not capture"
+        fields.fault(inputs, f"{short_repr(ids)} names layer 0 or less: {embedding}")
     width, hidden = fields.take("target_hidden_size", int, None), layers.values.get("hidden_size")
     if width not in (None, hidden):
-        fields.fault(
-            "target_hidden_size",
-            f"is {width}, but the draft's hidden_size is {hidden}: the library's own model reads aux hidden "
-            "states of the draft's width only",
-        )
+        reads = "the library's own model reads aux hidden states of the draft's width only"
+        fields.fault("target_hidden_size", f"is {width}, but the draft's hidden_size is {hidden}: {reads}")
     return layers.values, entries | {"target_layer_ids": speculators_ids_to_layer_outputs(ids)}
 
 
@@ -146,12 +119,11 @@ def _read_layers(fields: Fields) -> Fields:
     """Read the draft's layers, and fields of windows at the top level, as vLLM's reader does."""
     layers = fields.take_object("transformer_layer_config")
     ropes = as_object(layers.values.get("rope_parameters")).values()
-    by_type = [rope for rope in ropes if "rope_theta" in as_object(rope)]
-    if by_type:
+    if by_type := [rope for rope in ropes if "rope_theta" in as_object(rope)]:
         layers.values = {**layers.values, "rope_parameters": by_type[0]}
-    if any(rope != by_type[0] for rope in by_type):
-        problem = "has rope_parameters that differ between layer types, which is not supported"
-        fields.fault("transformer_layer_config", problem)
+        if any(rope != by_type[0] for rope in by_type):
+            problem = "has rope_parameters that differ between layer types, which is not supported"
+            fields.fault("transformer_layer_config", problem)
     read_layers(layers)
     window = read_window(fields)
     for name, value in window.items():
@@ -165,14 +137,11 @@ def _read_layers(fields: Fields) -> Fields:
 def _read_proposal(fields: Fields, kind: Any) -> int | None:
     """Return the tokens that the default method drafts, or the first; None without methods."""
     given = fields.take_object("speculators_config", None)
-    if fields.values.get("speculators_config") is None:
-        return None
     if (algorithm := given.take("algorithm", str)) not in (None, kind):
         problem = f"has algorithm {algorithm!r}, but speculators_model_type is {kind!r}"
         fields.fault("speculators_config", problem)
     given.take_object("verifier").take("name_or_path", str)
-    methods = given.take_list("proposal_methods", dict)
-    if methods is None:
+    if (methods := given.take_list("proposal_methods", dict)) is None:
         return None
     default = given.values.get("default_proposal_method")
     chosen = next((method for method in methods if method.get("proposal_type") == default), methods[0])
@@ -204,46 +173,18 @@ def _read_dflash(fields: Fields, kind: Any, tokens: int | None) -> dict[str, Any
 
 def _rows_of_head(config: Mapping[str, Any], checkpoint: str) -> Any:
     """Return the size of the draft's vocabulary by its tensors, or the library's default."""
-    shapes = tensor_shapes(checkpoint)
-    if shapes is None:
+    if (shapes := tensor_shapes(checkpoint)) is None:
         return _DEFAULT_VOCABULARY
     whole = as_object(config.get("transformer_layer_config")).get("vocab_size")
     return next((shapes[name][0] for name in ("d2t", "lm_head.weight") if shapes.get(name)), whole)
 
 
-def speculators_ids_to_layer_outputs(speculators_layer_ids: Sequence[int]) -> list[int]:
-    """Convert `aux_hidden_state_layer_ids` to `target_layer_ids`; nothing else converts.
-
-    speculators counts the layers that have run: id i is the INPUT of layer i, Hugging Face's
-    `hidden_states[i]`, with 0 the embedding. Ours names the layer whose OUTPUT is taken: id i is
-    `hidden_states[i + 1]`. SGLang's capture hook counts inputs again and adds the one back by itself.
-    """
-    return [layer_id - 1 for layer_id in speculators_layer_ids]
-
-
-def flat_draft(
-    layers: Mapping[str, Any], architecture: str, block_size: int, **entries: Any
-) -> dict[str, Any]:
-    """Return a flat Qwen3 config of these layers, whose `dflash_config` has these entries.
-
-    These writers copy the target's table into a plain embedding, which scales nothing.
-    """
-    return {
-        **layers,
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-        "architectures": [architecture],
-        "block_size": block_size,
-        "dflash_config": {"input_embedding_scale": 1.0, **entries},
-    }
-
-
 def verifier_of(config: Mapping[str, Any], checkpoint: str) -> str:
     """Return a checkpoint's target. Raises DraftConfigError if it names none."""
-    normalize(config, checkpoint, target_layers=MAX_LAYERS)  # its faults; the depth is that of the target
-    if (given := config.get("speculators_config")) is None:
+    normalize(config, checkpoint, target_layers=MAX_LAYERS)  # the depth is the target's, so any will do
+    verifier = as_object(as_object(config.get("speculators_config")).get("verifier")).get("name_or_path")
+    if not verifier:
+        problem = "speculators_config.verifier.name_or_path is missing or empty, which names the target"
         give = "give it: --model-path TARGET --speculative-draft-model-path CHECKPOINT"
-        raise DraftConfigError(checkpoint, [f"speculators_config is missing, which names the target; {give}"])
-    if not (verifier := given["verifier"]["name_or_path"]):
-        raise DraftConfigError(checkpoint, ["speculators_config.verifier.name_or_path is empty"])
+        raise DraftConfigError(checkpoint, [f"{problem}; {give}"])
     return verifier

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sglang_dflash.srt.configs.fields import ROPE_KINDS, ROPES, as_object, first_name, short_repr
+from sglang_dflash.srt.configs.json_values import as_object, first_name, short_repr
+from sglang_dflash.srt.configs.layer_fields import ROPE_KINDS, ROPES
 
 # Backends that run draft blocks, in order of preference if the target's own does not suit the draft.
 DRAFT_ATTENTION_BACKENDS = ("flashinfer", "triton", "fa3", "fa4")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.srt.configs.checkpoint import MASK_EMBEDDING_FILE, have_one_mask
-from sglang_dflash.srt.configs.fields import as_object
+from sglang_dflash.srt.configs.json_values import as_object
 from sglang_dflash.srt.doctor.interpretations import AS_CONFIGURED, TranscriptDrafts, blocks
 from sglang_dflash.srt.doctor.measure import capture, continue_texts, encode, load_draft, load_target
 from sglang_dflash.srt.doctor.pair import BadInput, Checkpoint, Pair, read_prompts

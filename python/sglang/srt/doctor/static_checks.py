@@ -14,7 +14,7 @@ from sglang_dflash.srt.configs.draft_config import spread_target_layer_ids
 from sglang_dflash.srt.configs.draft_formats import unread_fields
 from sglang_dflash.srt.configs.draft_kinds import differences
 from sglang_dflash.srt.configs.draft_tensors import vocabulary_problems
-from sglang_dflash.srt.configs.fields import as_object
+from sglang_dflash.srt.configs.json_values import as_object
 from sglang_dflash.srt.configs.speculators_format import is_speculators_config
 from sglang_dflash.srt.doctor.pair import (
     FETCH_AGAIN,

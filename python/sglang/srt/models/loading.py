@@ -21,7 +21,7 @@ from sglang_dflash.srt.configs.draft_tensors import (
     examine_tensors,
     expected_tensors,
 )
-from sglang_dflash.srt.configs.fields import short_repr
+from sglang_dflash.srt.configs.json_values import short_repr
 from sglang_dflash.srt.layers.dequantize import take_quantized_modules
 
 logger = logging.getLogger(__name__)

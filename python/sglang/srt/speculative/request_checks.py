@@ -14,7 +14,7 @@ import msgspec
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.srt.configs.fields import short_repr
+from sglang_dflash.srt.configs.json_values import short_repr
 from sglang_dflash.srt.observability.traffic import check_record_choice
 from sglang_dflash.srt.patching import FRONT_END, WORKER, patches
 from sglang_dflash.srt.speculative.acceptance.processors import guard

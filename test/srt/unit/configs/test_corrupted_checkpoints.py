@@ -41,7 +41,7 @@ from sglang_dflash.srt.configs.draft_config_parser import DraftConfigParser
 from sglang_dflash.srt.configs.draft_formats import checkpoint_problems, flat_config
 from sglang_dflash.srt.configs.draft_kinds import differences, read_draft_config
 from sglang_dflash.srt.configs.draft_tensors import value_problems
-from sglang_dflash.srt.configs.fields import assumed_values
+from sglang_dflash.srt.configs.layer_fields import assumed_values
 from sglang_dflash.srt.configs.quantization import read_quantization
 from sglang_dflash.srt.models.dflash import DFlashDraftModel
 from sglang_dflash.srt.models.dflash2 import DFlash2DraftModel
