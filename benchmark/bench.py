@@ -235,6 +235,7 @@ def plan(
             served = draft
             if key == "useless":
                 served = write_useless_draft(Path(draft), scratch / f"useless-{len(variants)}")
+                env = threads  # the clock would be a part of a loss of a few percent
             arguments = (*common, *dflash_arguments(served), *flags)
             variants.append(Variant(name, arguments, env, phase_file=file, skips=skips))
     if args.peer_env or args.peer_python:

@@ -276,6 +276,16 @@ def test_each_fourth_probe_is_a_plain_cycle():
     assert chosen.any(axis=1).mean() > 0.9 and (chosen == 0).all(axis=1).any()
 
 
+def test_requests_are_probed_in_turn():
+    policy, probed = Policy(table(), 8), set()
+    for _ in range(100):
+        policy.acceptance.learn(np.arange(4), np.full(4, 7), np.zeros(4, dtype=int))
+    for _ in range(600):
+        lengths = choose(policy, 4).lengths
+        probed |= {int(lengths.argmax())} if (lengths > 0).sum() == 1 else set()
+    assert probed == {0, 1, 2, 3}
+
+
 def test_caps_are_kept_and_capped_requests_are_not_probed():
     caps = ints(0, 2, 7, 7)
     server = Simulation(COSTS["rows are free"], ["strong"]).run(4, caps=caps)

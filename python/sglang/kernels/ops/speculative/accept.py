@@ -3,6 +3,7 @@
 Shapes: bs requests, blocks of B slots. Slot 0 is the anchor, which is committed already.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,8 @@ def accept_matching_prefix(block: torch.Tensor, target_tokens: torch.Tensor) -> 
         target_tokens: [bs, B] int64, entry k the target's token after block position k: its argmax for a
             greedy request, a draw of its sampler for a sampled one.
     """
+    if block.shape[1] == 1:
+        return block.new_zeros(len(block), dtype=torch.int32)
     matches = block[:, 1:] == target_tokens[:, :-1]
     return matches.cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
 
@@ -61,13 +64,15 @@ def accept_blocks_torch(
         accept_len = accept_matching_prefix(block, tokens)
     commit_lens = accept_len + 1
     bonus = tokens.gather(1, accept_len.long()[:, None]).squeeze(1)
-    reported, is_broken = tokens, ~max_logits.isfinite()
-    if bool(is_broken.any()):
+    reported = tokens
+    if not math.isfinite(max_logits.sum()):  # one operator of a few, as each costs more than its work
+        is_broken = ~max_logits.isfinite()
         is_output = torch.arange(tokens.shape[1], device=tokens.device) <= accept_len[:, None]
         reported = tokens.masked_fill((is_broken & is_output).any(dim=1, keepdim=True), broken_token)
     new_committed = (committed + commit_lens).clamp(max=longest)
     if relay is not None:
-        relay.lengths[relay.rows], relay.anchors[relay.rows] = new_committed, bonus
+        relay.lengths.index_copy_(0, relay.rows, new_committed)
+        relay.anchors.index_copy_(0, relay.rows, bonus)
     return AcceptedBlocks(
         accept_len=accept_len,
         commit_lens=commit_lens,

@@ -20,8 +20,7 @@ def lanes(slots: int) -> int:
 
 def prepare_block_torch(bonus_tokens, seq_lens, req_pool_indices, req_to_token, mask_token_id, block_size):
     """`prepare_block` in PyTorch, on any device."""
-    tokens = seq_lens.new_full((seq_lens.numel(), block_size), mask_token_id)
-    tokens[:, 0] = bonus_tokens
+    tokens = pad(bonus_tokens[:, None], (0, block_size - 1), value=mask_token_id)
     positions = seq_lens[:, None] + torch.arange(block_size, device=seq_lens.device)
     max_len = req_to_token.shape[1]
     cache_loc = req_to_token[req_pool_indices[:, None], positions.clamp(max=max_len - 1)].long()

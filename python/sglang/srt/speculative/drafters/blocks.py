@@ -74,8 +74,10 @@ def draft_subset(
     draws = sampling_info is not None and verify_len > 1
     if len(on_host) == cycle.bs and cycle.verify_len > 1:
         return drafter.propose(cycle, sampling_info if draws else None, lengths).narrow(verify_len)
+    if cycle.verify_len == 1:
+        return DraftBlock(cycle.tokens)
     tokens = cycle.tokens[:, :1].repeat(1, verify_len)
-    if not len(on_host) or cycle.verify_len == 1:
+    if not len(on_host):
         return DraftBlock(tokens)
     drafted = on_device(on_host, torch.int64, tokens.device)
     own_sampling = None

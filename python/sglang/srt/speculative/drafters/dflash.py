@@ -24,7 +24,7 @@ from sglang_dflash.srt.speculative.drafters.base import Drafter
 from sglang_dflash.srt.speculative.drafters.sampling import selector_draw
 
 # Cycles without drafts whose context is written together on a CPU, where one row takes as long as twenty.
-_MOST_DEFERRED = 8
+_MOST_DEFERRED = 32
 
 
 class ContextRows(NamedTuple):

@@ -135,6 +135,8 @@ class Acceptance:
 
     def learn(self, rows: np.ndarray, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Learn from `accepted` of the `verified` drafted tokens of requests in `rows`, each [n]."""
+        if not verified.any():
+            return
         is_label = self._steps < np.minimum(accepted + 1, verified)[:, None]
         is_accepted = self._steps < np.minimum(accepted, verified)[:, None]
         memory = np.where(verified > 0, _OWN_MEMORY, 1.0)[:, None]
@@ -225,11 +227,14 @@ class Policy:
         copies = (matches > 0) & (copied.sum(axis=1) >= drafted.sum(axis=1) - price)
         survival = np.where(copies[:, None], copied, drafted)
         costs: Any = dict(verify=verify, draft=draft, ragged=ragged)
-        lengths, speed = choose_lengths(survival, is_free=copies & self._skips_draft, **costs)
-        if speed < _LEAST_GAIN * n / verify[0]:
-            lengths, speed = np.zeros(n, dtype=int), n / verify[0]
+        lengths, speed = np.zeros(n, dtype=int), n / verify[0]
+        if (n + survival.sum()) / verify[1] >= _LEAST_GAIN * speed:  # no choice is faster than this
+            best = choose_lengths(survival, is_free=copies & self._skips_draft, **costs)
+            lengths, speed = best if best[1] >= _LEAST_GAIN * speed else (lengths, speed)
         copies &= lengths > 0
         self._cycles_since_probe += 1
+        if self._cycles_since_probe[0] % 2:
+            return Choice(lengths, copies)  # the search for a probe takes as long as the choice
         probes = [self._probe(lengths, is_whole=(lengths >= caps) | copies, rows=rows, caps=caps)]
         if not lengths.any():  # Labels of one request would take long to correct what all have taught.
             equal = np.minimum(1 + steps[:, None], caps)  # [K, n]
